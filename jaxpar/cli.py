@@ -1,0 +1,139 @@
+"""The commands. Each reads and checks its input first, and imports JAX only when that is in order.
+
+Exit codes: 0 fine; 1 the check that was asked for failed, or training stopped by itself; 2 the input was wrong;
+130 interrupted.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxpar.config import CheckFailed, InputError, json_schema, load_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+bench = typer.Typer(no_args_is_help=True, help="Measure jaxpar against plain JAX on this machine.")
+app.add_typer(bench, name="bench")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, for instance train.steps=100."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+
+
+@app.callback()
+def _jaxpar() -> None:
+    """Train transformer language models over a data × pipe × tensor mesh."""
+
+
+@app.command()
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Continue a run although its config was another.")
+    ] = False,
+) -> None:
+    """Train a model, or continue the run that stands in train.run_dir."""
+    config = load_config(config_file, overrides or ())
+    from jaxpar import mesh, trainer
+
+    config, devices = mesh.start(config)
+    trainer.train(config, devices, accept_changes=accept_changes)
+
+
+@app.command()
+def verify(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    float64: Annotated[bool, typer.Option("--float64", help="Store and compute in float64.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare one step of a config on its mesh with the same step on one device."""
+    dtypes = ["train.param_dtype=float64", "train.compute_dtype=float64"] if float64 else []
+    config = load_config(config_file, [*(overrides or ()), *dtypes])
+    from jaxpar import mesh, verify
+
+    config, devices = mesh.start(config)
+    if not verify.run(config, devices, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command("config")
+def show_config(
+    config_file: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config file (YAML).")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of config files instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a config and print it with everything that follows from it filled in."""
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+        return
+    if config_file is None:
+        raise InputError("jaxpar config needs a config file, or --schema.")
+    config = load_config(config_file, overrides or ())
+    if as_json:
+        print(json.dumps(config.model_dump(mode="json"), indent=2))
+        return
+    if config.mesh.data > 0:
+        print(f"# {config.batch_derivation()}")
+    print(config.to_yaml(), end="")
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUTS...", help="Text files or globs; {stdlib} is Python's own library.")
+    ],
+    output: Annotated[Path, typer.Option(help="The token file to write.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option(help="byte, or the path of a Hugging Face tokenizer.json.")] = "byte",
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a memory-mapped token file; an interrupted run continues where it was."""
+    from jaxpar.data import tokenize
+
+    _print_summary(tokenize.tokenize_files(inputs, output, tokenizer), as_json)
+
+
+@bench.command("step")
+def bench_step(overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Compare our train step with a plain jit program of the same model, pair by pair."""
+    from jaxpar.bench import step
+
+    step.run(overrides or [], as_json)
+
+
+def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(summary) if as_json else "\n".join(f"{name}: {value}" for name, value in summary.items()))
+
+
+def main() -> None:
+    """Run the command line: what a user can put right ends in a paragraph, never in a traceback."""
+    try:
+        app(prog_name="jaxpar")
+    except InputError as error:
+        _fail("error", str(error), exit_code=2)
+    except CheckFailed as error:
+        _fail("stopped", str(error), exit_code=1)
+    except SystemExit as stop:
+        if stop.code == 130:
+            print("interrupted", file=sys.stderr)
+        raise
+
+
+def _fail(label: str, text: str, exit_code: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text.assemble((f"{label}: ", "bold red"), text)
+    Console(stderr=True).print(line, soft_wrap=True)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

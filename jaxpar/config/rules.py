@@ -1,0 +1,250 @@
+"""The rules between keys of a config, as equations, with the nearest legal choices when one fails.
+
+Rules about an axis of -1 wait until the axis is known (`Config.resolve_mesh`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxpar.config.root import Config
+    from jaxpar.config.sections import MeshConfig
+
+ROTARY = ("llama", "mistral", "qwen2", "qwen3")
+"""The architectures with rotary positions; the others learn a table of positions."""
+BYTE_VOCAB_SIZE = 257
+"""Tokens of the byte tokenizer: 256 bytes and the end of a document."""
+
+
+def multiples(value: int, of: int) -> str:
+    """The multiples of `of` next to `value`, for people.
+
+    Example:
+        >>> multiples(18, of=8), multiples(3, of=8)
+        ('16 or 24', '8')
+    """
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"
+
+
+def nearest(legal: Iterable[int], value: int) -> str:
+    """The legal numbers next to `value`, for people.
+
+    Example:
+        >>> nearest([1, 2, 4, 8], 3), nearest([1, 2, 4, 8], 11)
+        ('2 or 4', '8')
+    """
+    below, above = [n for n in legal if n <= value], [n for n in legal if n > value]
+    return " or ".join(str(n) for n in sorted(below)[-1:] + sorted(above)[:1])
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors of `value`.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def open_axis(mesh: MeshConfig, devices: int) -> dict[str, int]:
+    """The axis that is -1 with the size it gets out of `devices`; empty when there is none or it does not divide."""
+    sizes = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+    open_names = [name for name, size in sizes.items() if size == -1]
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_names) != 1 or rest == 0 or devices % rest:
+        return {}
+    return {open_names[0]: devices // rest}
+
+
+def problems(config: Config) -> list[str]:
+    """One line for each broken rule: the failing equation with its keys and values, why, and the ways out."""
+    mesh = list(_mesh(config))
+    sizes = [] if mesh else [*_tensor(config), *_batch(config)]  # on an impossible mesh they would mean nothing
+    return [*_model(config), *mesh, *sizes, *_optimizer(config), *_data(config)]
+
+
+def _indivisible(left: str, right: str, values: tuple[int, int], why: str, ways: str) -> Iterator[str]:
+    """The line for `left % right == 0`, when that fails for their values; `why` it must hold, and the `ways` out."""
+    if remainder := values[0] % values[1]:
+        yield f"{left} % {right} = {remainder}, must be 0: {why}. Use {ways}."
+
+
+def _model(config: Config) -> Iterator[str]:
+    m = config.model
+    heads, kv_heads, width = m.num_attention_heads, m.num_key_value_heads, m.hidden_size
+    if "head_dim" not in m.model_fields_set:
+        yield from _indivisible(
+            f"model.hidden_size {width}",
+            f"model.num_attention_heads {heads}",
+            (width, heads),
+            "model.head_dim is not given",
+            f"hidden_size {multiples(width, heads)}, num_attention_heads {nearest(divisors(width), heads)}, or give "
+            f"head_dim",
+        )
+    yield from _indivisible(
+        f"model.num_attention_heads {heads}",
+        f"model.num_key_value_heads {kv_heads}",
+        (heads, kv_heads),
+        "every key and value head serves equally many query heads",
+        f"num_key_value_heads {nearest(divisors(heads), kv_heads)}",
+    )
+    if m.architecture in ROTARY:
+        yield from _indivisible(
+            f"model.head_dim {m.head_dim}",
+            "2",
+            (m.head_dim, 2),
+            "rotary positions turn pairs",
+            f"head_dim {multiples(m.head_dim, 2)}",
+        )
+    elif m.rope_scaling:
+        yield (
+            f"model.rope_scaling is given, but model.architecture {m.architecture} learns a table of positions. "
+            f"Leave rope_scaling out, or use an architecture with rotary positions: {', '.join(ROTARY)}."
+        )
+    if m.rope_scaling and m.rope_scaling.low_freq_factor >= m.rope_scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor {m.rope_scaling.low_freq_factor} < high_freq_factor "
+            f"{m.rope_scaling.high_freq_factor} does not hold. Llama 3 has 1.0 and 4.0."
+        )
+    if config.data.sequence_length > m.max_position_embeddings:
+        yield (
+            f"data.sequence_length {config.data.sequence_length} ≤ model.max_position_embeddings "
+            f"{m.max_position_embeddings} does not hold. Use sequence_length {m.max_position_embeddings} or less, or a "
+            f"larger max_position_embeddings (or leave it out)."
+        )
+    if m.attn_implementation == "cudnn" and config.train.compute_dtype != "bfloat16":
+        yield (
+            f"model.attn_implementation cudnn computes in bfloat16, but train.compute_dtype is "
+            f"{config.train.compute_dtype}. Use compute_dtype bfloat16, or attn_implementation xla."
+        )
+
+
+def _mesh(config: Config) -> Iterator[str]:
+    m = config.mesh
+    sizes = {"data": m.data, "pipe": m.pipe, "tensor": m.tensor}
+    for name in (name for name, size in sizes.items() if size == 0):
+        yield f"mesh.{name} = 0, must be at least 1, or -1 for the rest of the devices."
+    if m.pipe not in (0, 1):
+        yield f"mesh.pipe = {m.pipe}, must be 1: pipeline schedules are not part of this version."
+    open_names = [name for name, size in sizes.items() if size == -1]
+    if len(open_names) > 1:
+        yield f"mesh.{' and mesh.'.join(open_names)} are -1, but only one axis can be the rest of the devices. Set one."
+    if m.devices is None or 0 in sizes.values() or len(open_names) > 1:
+        return
+    known = {name: size for name, size in sizes.items() if size != -1}
+    product, written = math.prod(known.values()), " × ".join(f"mesh.{name} {size}" for name, size in known.items())
+    if open_names:
+        yield from _indivisible(
+            f"mesh.devices {m.devices}",
+            f"({written})",
+            (m.devices, product),
+            f"mesh.{open_names[0]} is -1, the rest of the devices",
+            f"a product of {nearest(divisors(m.devices), product)}, or devices {multiples(m.devices, product)}",
+        )
+    elif product != m.devices:
+        fits = m.devices % (m.pipe * m.tensor) == 0
+        axis = (
+            f"data {m.devices // (m.pipe * m.tensor)}" if fits else f"tensor {nearest(divisors(m.devices), m.tensor)}"
+        )
+        yield (
+            f"{written} = {product}, must be the number of devices, {m.devices}. Use {axis}, or -1 for one axis, which "
+            f"takes the rest, or mesh.devices {product}."
+        )
+
+
+def _tensor(config: Config) -> Iterator[str]:
+    m, pipe, tensor = config.model, config.mesh.pipe, config.mesh.tensor
+    if tensor == -1:
+        return
+    heads, kv_heads = m.num_attention_heads, m.num_key_value_heads
+    width, length = m.intermediate_size, config.data.sequence_length
+    by = f"mesh.tensor {tensor}"
+    yield from _indivisible(
+        f"model.num_attention_heads {heads}",
+        by,
+        (heads, tensor),
+        "heads are split over tensor",
+        f"num_attention_heads {multiples(heads, tensor)}, or tensor {nearest(divisors(heads), tensor)}",
+    )
+    if kv_heads % tensor and tensor % kv_heads:
+        legal = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+        yield (
+            f"model.num_key_value_heads {kv_heads} % mesh.tensor {tensor} = {kv_heads % tensor} and "
+            f"{tensor} % {kv_heads} = {tensor % kv_heads}, one of them must be 0: key and value heads are split over "
+            f"tensor, or each is copied to equally many devices. Use num_key_value_heads "
+            f"{multiples(kv_heads, tensor)}, or tensor {nearest(legal, tensor)}."
+        )
+    yield from _indivisible(
+        f"model.intermediate_size {width}",
+        by,
+        (width, tensor),
+        "the feed-forward layer is split over tensor",
+        f"intermediate_size {multiples(width, tensor)}, or tensor {nearest(divisors(width), tensor)}",
+    )
+    yield from _indivisible(
+        f"model.vocab_size {m.vocab_size} padded to a multiple of model.vocab_multiple {m.vocab_multiple}: "
+        f"{m.padded_vocab_size}",
+        f"(mesh.pipe {pipe} × {by})",
+        (m.padded_vocab_size, pipe * tensor),
+        "embedding and head are split over both axes",
+        f"vocab_multiple {multiples(m.vocab_multiple, pipe * tensor)}",
+    )
+    if config.parallel.sequence_parallel:
+        yield from _indivisible(
+            f"data.sequence_length {length}",
+            by,
+            (length, tensor),
+            "parallel.sequence_parallel splits the sequence over tensor",
+            f"sequence_length {multiples(length, tensor)}, tensor {nearest(divisors(length), tensor)}, or "
+            f"sequence_parallel false",
+        )
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch, data, microbatches = config.train.global_batch, config.mesh.data, config.parallel.microbatches
+    if data == -1:
+        return
+    ways = f"global_batch {multiples(batch, data * microbatches)}"
+    if batch % data == 0:
+        ways += f", or microbatches {nearest(divisors(batch // data), microbatches)}"
+    yield from _indivisible(
+        f"train.global_batch {batch}",
+        f"(mesh.data {data} × parallel.microbatches {microbatches})",
+        (batch, data * microbatches),
+        "every microbatch of every replica has equally many sequences",
+        ways,
+    )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    o = config.optimizer
+    if o.schedule == "constant":
+        return
+    if o.schedule == "warmup_stable_decay":
+        falling, written = o.decay_fraction * o.decay_steps, f"decay_fraction {o.decay_fraction} × decay_steps"
+    else:
+        falling, written = 1, "1"
+    if o.warmup_steps + falling > o.decay_steps:
+        yield (
+            f"optimizer.warmup_steps {o.warmup_steps} + {written} ≤ optimizer.decay_steps {o.decay_steps} does not "
+            f"hold. Use warmup_steps {math.floor(o.decay_steps - falling)} or less, or more decay_steps (default: "
+            f"train.steps)."
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    if config.data.tokenizer == "byte" and config.model.vocab_size < BYTE_VOCAB_SIZE:
+        yield (
+            f"model.vocab_size {config.model.vocab_size} ≥ {BYTE_VOCAB_SIZE} does not hold: data.tokenizer byte has "
+            f"256 bytes and an end of document. Use vocab_size {BYTE_VOCAB_SIZE}."
+        )
+    if config.train.eval_every and config.data.validation is None:
+        yield (
+            f"train.eval_every = {config.train.eval_every}, but data.validation is not given. Set data.validation, for "
+            f"instance to 0.05 (a twentieth of each training source), or leave eval_every out."
+        )

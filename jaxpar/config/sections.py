@@ -1,0 +1,239 @@
+"""The sections of a config: every key with its unit and legal values, in the line below it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys forbidden, no silent conversions; null means "use the default"."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: value for key, value in values.items() if value is not None or key not in optional}
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _sources(value: Any) -> Any:
+    """Paths that stand in the list by themselves make one source of weight 1, in front of the others."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    paths = tuple(item for item in value if isinstance(item, str))
+    return (({"paths": paths},) if paths else ()) + tuple(item for item in value if not isinstance(item, str))
+
+
+class RopeScaling(Section):
+    """Llama 3's stretching of the rotary wavelengths."""
+
+    rope_type: Literal["llama3"]
+    """The only scaling so far: llama3."""
+    factor: float = Field(ge=1)
+    """How many times longer the long wavelengths become, at least 1."""
+    low_freq_factor: float = Field(gt=0)
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are stretched in full, above 0."""
+    high_freq_factor: float = Field(gt=0)
+    """Wavelengths below original_max_position_embeddings / high_freq_factor stay, above low_freq_factor."""
+    original_max_position_embeddings: int = Field(ge=1)
+    """Sequence length of the pretraining, in tokens, at least 1."""
+
+
+class ModelConfig(Section):
+    """The transformer, in Hugging Face's names."""
+
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+    """The named architecture: llama, mistral, qwen2, qwen3 or gpt2."""
+    vocab_size: int = Field(ge=1)
+    """Number of tokens, at least 1; 257 or more with the byte tokenizer."""
+    vocab_multiple: int = Field(default=128, ge=1)
+    """Embedding and head are padded to a multiple of this many rows, at least 1; padding gets no probability."""
+    hidden_size: int = Field(ge=1)
+    """Width of the residual stream, at least 1."""
+    intermediate_size: int = Field(ge=1)
+    """Width of the feed-forward layer, at least 1."""
+    num_hidden_layers: int = Field(ge=1)
+    """Number of blocks, at least 1."""
+    num_attention_heads: int = Field(ge=1)
+    """Number of query heads, at least 1."""
+    num_key_value_heads: int = Field(default_factory=lambda data: data["num_attention_heads"], ge=1)
+    """Number of key and value heads, a divisor of num_attention_heads; default: num_attention_heads."""
+    head_dim: int = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], ge=1)
+    """Width of one head, even for rotary positions; default: hidden_size / num_attention_heads."""
+    hidden_act: Literal["silu", "gelu", "gelu_new"] = Field(
+        default_factory=lambda data: "gelu_new" if data["architecture"] == "gpt2" else "silu"
+    )
+    """Activation of the feed-forward layer: silu, gelu or gelu_new; default: gelu_new for gpt2, else silu."""
+    max_position_embeddings: int = Field(default=0, ge=0)
+    """Longest sequence in tokens, and length of gpt2's position table; default (0): data.sequence_length."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary wavelengths, above 0."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary wavelengths; default: none."""
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm, above 0."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in gpt2's LayerNorm, above 0."""
+    attention_bias: bool = False
+    """Biases in attention: true or false (gpt2 always has them, qwen2 in query, key and value)."""
+    mlp_bias: bool = False
+    """Biases in the feed-forward layer: true or false (gpt2 always has them)."""
+    tie_word_embeddings: bool = Field(default_factory=lambda data: data["architecture"] == "gpt2")
+    """Whether the head uses the embedding's table: true or false; default: true for gpt2, else false."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """How many tokens, itself included, a token attends to, at least 1; default: all before it."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights, above 0."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each block's output dropped in training, in [0, 1)."""
+    attn_implementation: Literal["auto", "xla", "cudnn"] = "auto"
+    """How attention is computed: auto, xla or cudnn (flash attention on GPU, bfloat16 only)."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class MeshConfig(Section):
+    """How many devices each axis has."""
+
+    data: int = Field(default=1, ge=-1)
+    """Replicas that share the batch, at least 1; -1: the rest of the devices."""
+    pipe: int = Field(default=1, ge=-1)
+    """Pipeline stages; 1 in this version."""
+    tensor: int = Field(default=1, ge=-1)
+    """Devices that share each layer's matrices, at least 1; -1: the rest of the devices."""
+    devices: int | None = Field(default=None, ge=1)
+    """Devices in all, at least 1; default: data × pipe × tensor on CPU (virtual devices), elsewhere all there are."""
+
+
+RematName = Literal["query", "key", "value", "attention_context", "attention_out", "mlp_hidden", "mlp_out"]
+
+
+class ParallelConfig(Section):
+    """How a step is cut into pieces."""
+
+    microbatches: int = Field(default=1, ge=1)
+    """Pieces that each replica's batch is worked through in, at least 1."""
+    remat: Literal["none", "dots", "full"] | Annotated[tuple[RematName, ...], BeforeValidator(_listed)] = "none"
+    """Activations kept for the backward pass: none (recompute nothing), dots, full (recompute all), or a list of
+    the tensors to keep, out of query, key, value, attention_context, attention_out, mlp_hidden, mlp_out."""
+    sequence_parallel: bool = False
+    """Whether activations between blocks are split over tensor along the sequence: true or false."""
+    unroll: int = Field(default=1, ge=1)
+    """Layers per iteration of the scan over layers, at least 1; more is faster to run and slower to compile."""
+
+
+class Source(Section):
+    """Text or token files that are read as one."""
+
+    paths: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(min_length=1)
+    """Files or globs, at least one; {stdlib} stands for the folder of Python's own standard library."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the examples drawn from here, relative to the other sources, above 0."""
+
+
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_sources, json_schema_input_type=list[str | Source] | str)]
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes tokens."""
+
+    train: Sources = Field(min_length=1)
+    """List of files or globs (together one source), or of {paths: [...], weight: ...} for a mixture."""
+    validation: Annotated[float, Field(gt=0, le=0.5)] | Sources | None = None
+    """Share of each training source held out from its end, in (0, 0.5], or a list like train; default: none."""
+    tokenizer: str = Field(default="byte", min_length=1)
+    """byte (256 bytes and an end of document), or the path of a Hugging Face tokenizer.json."""
+    sequence_length: int = Field(ge=1)
+    """Tokens that a sequence predicts, at least 1."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
+    """The optimizer: adamw, lion, adafactor, muon or sgd."""
+    learning_rate: float = Field(gt=0)
+    """Highest learning rate, above 0."""
+    schedule: Literal["constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"] = "warmup_cosine"
+    """Course of the learning rate: constant, warmup_cosine, warmup_linear or warmup_stable_decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of rising linearly from 0, at least 0."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Step at which the lowest learning rate is reached, warmup included, above warmup_steps; default (0): train.steps."""
+    decay_fraction: float = Field(default=0.1, gt=0, le=1)
+    """Share of decay_steps that warmup_stable_decay spends on falling, in (0, 1]."""
+    final_learning_rate_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Lowest learning rate after the decay, as a share of learning_rate, in [0, 1]."""
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment, in [0, 1)."""
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment, in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator, above 0."""
+    momentum: float = Field(default_factory=lambda data: 0.95 if data["name"] == "muon" else 0.0, ge=0, lt=1)
+    """Momentum of sgd and muon, in [0, 1); default: 0.95 for muon, else 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices, at least 0; norms and biases get none."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest global norm of the gradient, above 0; default: no clipping."""
+
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class TrainConfig(Section):
+    """Length, batch and arithmetic of a run."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps in all, at least 1."""
+    global_batch: int = Field(ge=1)
+    """Sequences per step over all devices, a multiple of mesh.data × parallel.microbatches."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of weights, data order and dropout, in [0, 2^31)."""
+    run_dir: str = Field(min_length=1)
+    """Folder for config, metrics and checkpoints; a run that stands there is continued."""
+    param_dtype: Dtype = "float32"
+    """Type of the stored weights and the optimizer's state: float32, bfloat16 or float64."""
+    compute_dtype: Dtype = "bfloat16"
+    """Type of the arithmetic within layers: float32, bfloat16 or float64."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-partition in the loss, at least 0."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations on data.validation, at least 1; default: none."""
+    eval_batches: int = Field(default=8, ge=1)
+    """Global batches per evaluation, at least 1."""
+    max_bad_steps: int = Field(default=5, ge=1)
+    """Steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
+
+
+class CheckpointConfig(Section):
+    """When the state is written."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints, at least 1; default: only at the end."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept, at least 1."""
+
+
+class LogConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    every: int = Field(default=1, ge=1)
+    """Steps between lines of metrics, at least 1."""
+    tensorboard: bool = False
+    """Whether to write TensorBoard files too: true or false (needs the tensorboard extra)."""

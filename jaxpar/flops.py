@@ -1,0 +1,140 @@
+"""Counting: a model's parameters, its floating-point operations per token, and model FLOPs utilisation.
+
+Plain arithmetic on the config; imports no JAX.
+
+Letters: L layers, D width, F feed-forward width, H query heads, G key/value heads, K head width, V vocabulary,
+T tokens of a sequence.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxpar.config import ModelConfig
+
+# Dense bf16 tensor-core peaks by the word in the device kind that names the chip.
+PEAK_FLOPS_PER_SECOND = {
+    "A100": 312e12,  # NVIDIA A100 datasheet: 312 dense, 624 with sparsity
+    "H100": 989e12,  # NVIDIA H100 SXM datasheet: 1,979 with sparsity, halved
+    "H200": 989e12,  # NVIDIA H200 SXM datasheet: 1,979 with sparsity, halved
+    "B200": 2250e12,  # NVIDIA HGX B200 datasheet: 36,000 with sparsity for 8 GPUs
+    "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet: 360,000 with sparsity for 72 GPUs
+    "B300": 2250e12,  # NVIDIA HGX B300 datasheet: 36,000 with sparsity for 8 GPUs
+}
+SLOWER_BOARDS = {"H100": ("PCIE", "NVL"), "H200": ("NVL",)}  # same chip name, lower clocks: their peak is not listed
+
+
+def parameter_count(model: "ModelConfig") -> int:
+    """Count the parameters, vocabulary padding left out: what Hugging Face reports for the same model.
+
+    Args:
+        model: sizes and architecture.
+
+    Returns:
+        Weights and biases of embedding, L blocks, final norm, and head unless it is tied to the embedding.
+
+    Example:
+        >>> from jaxpar.config import ModelConfig
+        >>> parameter_count(ModelConfig(architecture="llama", vocab_size=32000, hidden_size=4096,
+        ...     intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32))
+        6738415616
+    """
+    gpt2 = model.architecture == "gpt2"
+    D, F = model.hidden_size, model.intermediate_size
+    HK, GK = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    norm = 2 * D if gpt2 else D  # GPT-2's LayerNorm has scale and bias, RMSNorm scale alone
+    biases = 0
+    if gpt2 or model.architecture == "qwen2" or model.attention_bias:
+        biases += HK + 2 * GK  # query, key, value
+    if gpt2 or model.attention_bias:
+        biases += D  # attention out
+    if gpt2 or model.mlp_bias:
+        biases += (1 if gpt2 else 2) * F + D  # up (and gate), down
+    query_key_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
+    block = _block_matrix_params(model) + biases + query_key_norms + 2 * norm
+    tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * D
+    positions = model.max_position_embeddings * D if gpt2 else 0
+    return tables + positions + model.num_hidden_layers * block + norm
+
+
+def _block_matrix_params(model: "ModelConfig") -> int:
+    """Weights of one block's matrices: query and out D·HK each, key and value D·GK each, two or three of D·F."""
+    attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
+    projections = 2 if model.architecture == "gpt2" else 3
+    return attention + projections * model.hidden_size * model.intermediate_size
+
+
+def flops_per_token(model: "ModelConfig", sequence_length: int) -> int:
+    """Count the floating-point operations that training spends on one token, as MFU is defined by PaLM.
+
+    Forward and backward are 3 × forward: the backward pass multiplies each matrix twice. The forward pass is
+
+        2 · N + 4 · L · H · K · min(T, sliding window)
+
+    with N the weights of all matrices a token is multiplied with: the blocks' and the head's (L · block + D · V), not
+    the embedding lookup, norms and biases. The second term is scores and weighted values, 2 · T · H · K each. In all
+    6 · N + 12 · L · H · K · T, PaLM's formula (arXiv:2204.02311, appendix B: 6N + 12LHQT). Like there, attention
+    counts as full although half of it is masked, and recomputation (remat) and vocabulary padding do not count. PaLM
+    takes all parameters for N; we leave out those that no matrix multiplication uses.
+
+    Args:
+        model: sizes and architecture.
+        sequence_length: T, in tokens.
+
+    Returns:
+        Operations, a multiplication and an addition counting as two.
+
+    Example:
+        >>> from jaxpar.config import ModelConfig
+        >>> flops_per_token(ModelConfig(architecture="llama", vocab_size=10, hidden_size=4, intermediate_size=6,
+        ...     num_hidden_layers=2, num_attention_heads=2), sequence_length=8)
+        2640
+    """
+    matrices = model.num_hidden_layers * _block_matrix_params(model) + model.vocab_size * model.hidden_size
+    seen = sequence_length if model.sliding_window is None else min(sequence_length, model.sliding_window)
+    attention = 4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * seen
+    return 3 * (2 * matrices + attention)
+
+
+def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
+    """Look up the dense matrix-multiplication peak of one device.
+
+    Args:
+        device_kind: what `jax.devices()[0].device_kind` says, as "NVIDIA H100 80GB HBM3".
+        dtype: the compute dtype, "bfloat16", "float16" or "float32". For float32 it is the TF32 peak, half of bf16's
+            on all listed chips, since XLA multiplies float32 matrices in TF32 there unless told otherwise.
+
+    Returns:
+        Operations per second, or None for CPUs, float64, and devices that are not in `PEAK_FLOPS_PER_SECOND`.
+
+    Example:
+        >>> peak_flops_per_second("NVIDIA H200", "bfloat16")
+        989000000000000.0
+        >>> peak_flops_per_second("cpu", "bfloat16") is None
+        True
+    """
+    words = re.split(r"[^A-Z0-9]+", device_kind.upper())
+    chips = [chip for chip in PEAK_FLOPS_PER_SECOND if chip in words]
+    share_of_peak = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5}
+    if len(chips) != 1 or dtype not in share_of_peak or set(words) & set(SLOWER_BOARDS.get(chips[0], ())):
+        return None
+    return PEAK_FLOPS_PER_SECOND[chips[0]] * share_of_peak[dtype]
+
+
+def mfu(tokens_per_second: float, flops_per_token: int, devices: int, peak: float | None) -> float | None:
+    """Compute model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic takes.
+
+    Args:
+        tokens_per_second: over all devices.
+        flops_per_token: from `flops_per_token`.
+        devices: how many took part.
+        peak: operations per second of one device, from `peak_flops_per_second`.
+
+    Returns:
+        tokens_per_second · flops_per_token / (devices · peak), or None when the peak is not known.
+
+    Example:
+        >>> mfu(1e4, 5 * 10**10, devices=1, peak=1e15)
+        0.5
+    """
+    return None if peak is None else tokens_per_second * flops_per_token / (devices * peak)

@@ -1,0 +1,119 @@
+"""The device mesh: axis names, device order, virtual CPU devices, and starting JAX.
+
+The axes, from the slowest link to the fastest: `data` (gradients, once per step), `pipe` (activations between
+stages), `tensor` (partial sums, several times per layer). Devices are ordered so that the last axis changes
+fastest: neighbours on `tensor` share a host, and `data` is what crosses hosts.
+"""
+
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import Config, InputError
+
+DATA, PIPE, TENSOR = "data", "pipe", "tensor"
+AXES = (DATA, PIPE, TENSOR)
+VOCAB_AXES = (PIPE, TENSOR)
+"""The vocabulary is split over both, so that every pipeline stage shares the work of embedding and head."""
+
+
+def use_cpu_devices(count: int) -> None:
+    """Give this process `count` virtual CPU devices. Call it before anything else touches JAX's devices.
+
+    In a notebook this is the first cell; `jaxpar train` and the other commands call it by themselves. It does
+    nothing to GPUs or TPUs, and nothing when JAX already runs with at least that many CPU devices.
+
+    Args:
+        count: number of virtual devices, at least 1.
+
+    Raises:
+        InputError: when JAX is already running with fewer.
+
+    Example:
+        >>> from jaxpar.mesh import use_cpu_devices
+        >>> use_cpu_devices(8)
+        >>> len(jax.devices("cpu")) >= 8
+        True
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+            return
+        except RuntimeError:  # JAX is already running: all that is left is to look whether it has enough
+            pass
+    running = len(jax.devices("cpu"))
+    if running < count:
+        raise InputError(
+            f"{count} CPU devices are needed, but JAX already runs with {running}. Virtual devices can only be made "
+            f"before JAX starts: restart the process (or notebook kernel) and call use_cpu_devices({count}) first, "
+            f"and take xla_force_host_platform_device_count out of XLA_FLAGS if it is set there."
+        )
+
+
+def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build the mesh `(data, pipe, tensor)` with automatic axis types.
+
+    Args:
+        data: number of replicas.
+        pipe: number of pipeline stages.
+        tensor: number of devices that share each layer's matrices.
+        devices: the devices to use; by default the first `data * pipe * tensor` of `jax.devices()` after ordering.
+
+    Returns:
+        A mesh whose devices are ordered by host, then by id, with `tensor` changing fastest.
+
+    Raises:
+        InputError: when there are fewer devices than the product, or `devices` is not exactly that many.
+
+    Example:
+        >>> mesh = make_mesh(data=4, tensor=2)
+        >>> dict(mesh.shape)
+        {'data': 4, 'pipe': 1, 'tensor': 2}
+    """
+    shape = (data, pipe, tensor)
+    count = int(np.prod(shape))
+    available = list(jax.devices() if devices is None else devices)
+    if len(available) < count or (devices is not None and len(available) != count):
+        raise InputError(
+            f"mesh data {data} × pipe {pipe} × tensor {tensor} = {count} devices, but there are {len(available)}. "
+            f"Change an axis, or on CPU call use_cpu_devices({count}) before JAX starts."
+        )
+    ordered = sorted(available, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))[:count]
+    return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """How the leading dim of a batch is laid out: over `data`, or not at all where that axis has one device."""
+    return P(DATA) if mesh.shape[DATA] > 1 else P()
+
+
+def start(config: Config) -> tuple[Config, Mesh]:
+    """Start JAX for a config: processes, virtual CPU devices, 64-bit types, and the mesh.
+
+    Joins the other processes through `jax.distributed` when a launcher has set JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. On CPU as many virtual devices are made as the mesh needs.
+
+    Returns:
+        The config with an axis of -1 resolved, and its mesh.
+
+    Raises:
+        InputError: when the axes do not multiply to the number of devices.
+    """
+    processes = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+    axes = (config.mesh.data, config.mesh.pipe, config.mesh.tensor)
+    wanted = config.mesh.devices or (int(np.prod(axes)) if min(axes) > 0 else None)
+    if wanted:
+        use_cpu_devices(-(-wanted // processes))
+    if "JAX_COORDINATOR_ADDRESS" in os.environ and not jax.distributed.is_initialized():
+        jax.distributed.initialize(
+            os.environ["JAX_COORDINATOR_ADDRESS"], processes, int(os.environ.get("JAX_PROCESS_ID", "0"))
+        )
+    if "float64" in (config.train.param_dtype, config.train.compute_dtype):
+        jax.config.update("jax_enable_x64", True)
+    on_cpu = jax.default_backend() == "cpu"
+    config = config.resolve_mesh(wanted if on_cpu and wanted else jax.device_count())
+    return config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor)

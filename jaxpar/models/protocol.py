@@ -1,0 +1,129 @@
+"""What a model must provide to be trained by jaxpar, and how it is run.
+
+A model is an `nnx.Module` with an embedding, a stack of equal blocks and a head. Ours (`Transformer`) is one;
+any module with these four names trains, verifies and checkpoints the same way.
+
+Letters: B batch, T tokens, D width, V vocabulary, L layers; a lower-case letter is this device's block.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jaxpar.layers.dropout import fold_in
+
+Remat = str | Sequence[str]
+
+
+class LanguageModel(Protocol):
+    """The protocol. Everything in the model that is learned is an `nnx.Param`; there is no other state.
+
+    Attributes:
+        blocks: one module whose parameters have a leading dim L, made by `stack`. Layers are in model order.
+    """
+
+    blocks: nnx.Module
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """Token ids `i32[B, T]` to activations, `[B, T, D]` by convention; any shape that `block` keeps."""
+        ...
+
+    def block(self, layer: Any, x: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        """Apply one layer.
+
+        Args:
+            layer: the module that `stack` was given the maker of, with one layer's parameters.
+            x: activations.
+            keys_B: one PRNG key per example, different in each layer and step; None outside training.
+
+        Returns:
+            Activations of the same shape and dtype.
+        """
+        ...
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Activations to logits `[B, T, V]`, in block view this device's block of V, or all of V on each device."""
+        ...
+
+
+def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> Any:
+    """A module whose parameters hold `layers` layers in a leading dim.
+
+    Layer i's weights depend on the seed and on i, and not on how many layers there are.
+
+    Args:
+        make_layer: builds one layer from random number streams.
+        layers: L, at least 1.
+        rngs: source of the initial weights.
+
+    Example:
+        >>> from jaxpar.layers import ColumnParallelLinear
+        >>> blocks = stack(lambda rngs: ColumnParallelLinear(4, 8, rngs=rngs), 3, nnx.Rngs(0))
+        >>> blocks.weight.shape
+        (3, 4, 8)
+    """
+    key = rngs.params()
+    keys_L = jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(layers))
+    return nnx.vmap(lambda key: make_layer(nnx.Rngs(params=key)))(keys_L)
+
+
+def forward(
+    model: Any,
+    tokens_BT: jax.Array,
+    keys_B: jax.Array | None = None,
+    *,
+    remat: Remat = "none",
+    unroll: int = 1,
+) -> jax.Array:
+    """Logits of a `LanguageModel`, its blocks run by `lax.scan`.
+
+    Args:
+        model: the model, in global view or with this device's blocks of its parameters.
+        tokens_BT: `i32[B, T]`.
+        keys_B: one PRNG key per example for dropout; None: no dropout.
+        remat: what the forward pass keeps of each layer for the backward pass: `"none"` recomputes nothing,
+            `"dots"` keeps results of matrix multiplications, `"full"` keeps only the layer's input; a list of
+            names keeps those (`query`, `key`, `value`, `attention_context`, `attention_out`, `mlp_hidden`, `mlp_out`).
+        unroll: layers per iteration of the scan.
+
+    Returns:
+        What the model's `head` returns.
+    """
+    graph, params_L = nnx.split(model.blocks)
+
+    def layer(x: jax.Array, params: Any, index: jax.Array) -> jax.Array:
+        return model.block(nnx.merge(graph, params), x, fold_in(keys_B, index))
+
+    layer = checkpointed(layer, remat, in_scan=unroll == 1)
+    layers = jax.tree.leaves(params_L)[0].shape[0]
+    x, _ = lax.scan(
+        lambda x, xs: (layer(x, *xs), None),
+        model.embed(tokens_BT),
+        (params_L, jax.numpy.arange(layers)),
+        unroll=min(unroll, layers),
+    )
+    return model.head(x)
+
+
+def checkpointed(layer: Callable[..., jax.Array], remat: Remat, *, in_scan: bool) -> Callable[..., jax.Array]:
+    """Wrap one layer with a remat policy by name (see `forward`).
+
+    Args:
+        layer: the function of one layer.
+        remat: the policy.
+        in_scan: the call is the whole body of a scan, where XLA cannot undo the recomputation by merging it with
+            the forward pass; otherwise barriers keep it from that.
+    """
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return layer
+    if remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+    elif remat == "full":
+        policy = policies.nothing_saveable
+    else:
+        policy = policies.save_only_these_names(*remat)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_scan)

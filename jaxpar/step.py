@@ -1,0 +1,237 @@
+"""One training step: loss and gradients in block view, the optimizer in global view.
+
+The layout is chosen while the step is built; the step itself has no branch on it. Letters: B batch (sequences),
+T tokens, M microbatches; a lower-case letter is this device's block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import axis_index, psum, varying
+from jaxpar.config import Config
+from jaxpar.layers import specs
+from jaxpar.layers.attention import choose_implementation
+from jaxpar.losses import cross_entropy
+from jaxpar.mesh import DATA, batch_spec
+from jaxpar.models import Transformer, forward
+from jaxpar.models.protocol import Remat
+from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
+
+Params = dict[str, Any]
+Batch = dict[str, jax.Array]
+MakeModel = Callable[[nnx.Rngs], Any]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. All of it is saved in a checkpoint.
+
+    Attributes:
+        step: i32[], steps done, skipped ones included; also the position in the data.
+        params: nested dict of arrays, `param_dtype`, laid out as their layers say.
+        opt_state: the optimizer's, laid out like the parameters it belongs to.
+        skipped: i32[], steps not applied because the loss or a gradient was not finite.
+        skipped_in_a_row: i32[], how many of them came last, one after the other.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: Any
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """The compiled-on-first-use functions of one config on one mesh.
+
+    Attributes:
+        abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
+        batch_sharding: of every array in a batch, `[B/data, T]`.
+        init: `() -> TrainState`, drawn from the seed, the same on every layout.
+        loss_and_grads: `(params, batch, step) -> (loss f32[], grads, tokens f32[])`; grads like params, in float32 or
+            wider, both divided by the number of unmasked tokens in the whole batch.
+        train_step: `(state, batch) -> (state, metrics)`; the state is donated.
+        eval_step: `(params, batch) -> (loss summed over tokens, tokens)`.
+        schedule: learning rate by number of applied steps.
+    """
+
+    mesh: Mesh
+    abstract_state: TrainState
+    batch_sharding: NamedSharding
+    init: Callable[[], TrainState]
+    loss_and_grads: Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+
+
+def model_maker(config: Config, platform: str) -> MakeModel:
+    """The function that builds the config's own model from random number streams."""
+    implementation, _ = choose_implementation(config.model.attn_implementation, config.train.compute_dtype, platform)
+    return lambda rngs: Transformer(
+        config.model,
+        sequence_parallel=config.parallel.sequence_parallel,
+        implementation=implementation,
+        param_dtype=config.train.param_dtype,
+        rngs=rngs,
+    )
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Parameters in the dtype of the computation."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def example_keys(seed: int, step: jax.Array, rows_B: jax.Array) -> jax.Array:
+    """One dropout key per example, from the seed, the step and the example's row in the global batch."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
+
+
+def make_loss(graph: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`(params, batch, keys_B) -> (loss summed over tokens, tokens)` of a model, in whichever view it is called."""
+
+    def loss(params: Params, batch: Batch, keys_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        logits = forward(nnx.merge(graph, params), batch["tokens"], keys_B, remat=remat, unroll=unroll)
+        return cross_entropy(logits, batch["targets"], batch["mask"], z_loss=z_loss)
+
+    return loss
+
+
+def make_loss_and_grads(
+    loss: Callable[..., tuple[jax.Array, jax.Array]], *, microbatches: int, compute_dtype: Any, dropout_seed: int | None
+) -> Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]:
+    """Loss and gradients of this device's rows in block view, reduced once over `data`.
+
+    Parameters are cast once and marked as varying over `data`, so that differentiating leaves each replica's
+    gradients alone; microbatches add theirs in float32 or wider, and one sum over `data` ends it.
+    """
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def loss_and_grads(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, Params, jax.Array]:
+        ready = varying(cast(params, compute_dtype), DATA)
+        rows = batch["tokens"].shape[0]
+        keys_b = None
+        if dropout_seed is not None:
+            keys_b = example_keys(dropout_seed, step, axis_index(DATA) * rows + jnp.arange(rows))
+        split = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
+
+        def accumulate(total: Any, microbatch: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
+            (loss, tokens), grads = value_and_grad(ready, *microbatch)
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, tokens, grads)), None
+
+        wide = lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
+        scalar = varying(jnp.zeros((), jnp.promote_types(compute_dtype, jnp.float32)), DATA)
+        total = (scalar, scalar, jax.tree.map(wide, ready))
+        total, _ = lax.scan(accumulate, total, jax.tree.map(split, (batch, keys_b)))
+        loss, tokens, grads = psum(total, DATA)
+        count = jnp.maximum(tokens, 1)
+        return loss / count, jax.tree.map(lambda g: g / count, grads), tokens
+
+    return loss_and_grads
+
+
+def make_train_step(loss_and_grads: Callable, optimizer: optax.GradientTransformation, schedule: Callable) -> Callable:
+    """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss, grads, tokens = loss_and_grads(state.params, batch, state.step)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        applied = optax.apply_updates(state.params, updates), opt_state
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), applied, (state.params, state.opt_state)
+        )
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            skipped=state.skipped + ~finite,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": schedule(state.step - state.skipped),
+            "tokens": tokens,
+            "skipped": new.skipped,
+            "skipped_in_a_row": new.skipped_in_a_row,
+        }
+        return new, metrics
+
+    return train_step
+
+
+def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Program:
+    """Build the functions that train a config on a mesh.
+
+    Args:
+        config: resolved (no axis is -1).
+        mesh: with the axes data, pipe, tensor.
+        make_model: builds the model, a `LanguageModel`, from random number streams; by default the config's own.
+
+    Raises:
+        InputError: when a parameter cannot be split as its layout says.
+    """
+    make_model = make_model or model_maker(config, mesh.devices.flat[0].platform)
+    abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+    graph = nnx.graphdef(abstract_model)
+    param_specs = specs(abstract_model, mesh)
+    schedule = make_schedule(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, schedule)
+
+    def init() -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(make_model(nnx.Rngs(params=config.train.seed)), nnx.Param))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+    shapes = jax.eval_shape(init)
+    optimizer_specs = opt_state_specs(optimizer, shapes.params, param_specs)
+    place = lambda spec: NamedSharding(mesh, spec)
+    state_shardings = jax.tree.map(place, TrainState(P(), param_specs, optimizer_specs, P(), P()))
+    rows = batch_spec(mesh)
+    batch_sharding = place(rows)
+
+    loss = make_loss(
+        graph, remat=config.parallel.remat, unroll=config.parallel.unroll, z_loss=config.train.z_loss
+    )
+    in_block_view = make_loss_and_grads(
+        loss,
+        microbatches=config.parallel.microbatches,
+        compute_dtype=config.train.compute_dtype,
+        dropout_seed=config.train.seed if config.model.resid_pdrop else None,
+    )
+    loss_and_grads = jax.shard_map(
+        in_block_view, mesh=mesh, in_specs=(param_specs, rows, P()), out_specs=(P(), param_specs, P())
+    )
+    eval_loss = jax.shard_map(
+        lambda params, batch: psum(loss(cast(params, config.train.compute_dtype), batch), DATA),
+        mesh=mesh,
+        in_specs=(param_specs, rows),
+        out_specs=(P(), P()),
+    )
+    return Program(
+        mesh=mesh,
+        abstract_state=jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, state_shardings
+        ),
+        batch_sharding=batch_sharding,
+        init=jax.jit(init, out_shardings=state_shardings),
+        loss_and_grads=jax.jit(loss_and_grads),
+        train_step=jax.jit(
+            make_train_step(loss_and_grads, optimizer, schedule),
+            in_shardings=(state_shardings, batch_sharding),
+            out_shardings=(state_shardings, place(P())),
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(eval_loss),
+    )
