@@ -101,11 +101,15 @@ def tokenize(
 
 
 @bench.command("step")
-def bench_step(overrides: Overrides = None, as_json: AsJson = False) -> None:
+def bench_step(
+    pairs: Annotated[int, typer.Option(min=1, help="Measurements of each program, alternating.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in one measurement.")] = 4,
+    as_json: AsJson = False,
+) -> None:
     """Compare our train step with a plain jit program of the same model, pair by pair."""
     from jaxpar.bench import step
 
-    step.run(overrides or [], as_json)
+    step.run(pairs=pairs, steps=steps, as_json=as_json)
 
 
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:

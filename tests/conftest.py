@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices and float64 for all tests, and the command line as a user runs it."""
+"""The command line as a user runs it."""
 
 import os
 import subprocess
@@ -6,11 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import jax
 import pytest
-
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture(scope="session")

@@ -173,7 +173,7 @@ def test_a_full_disk_surfaces_once_and_leaves_the_last_checkpoint(tmp_path: Path
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1, big)
     checkpoints.wait()
-    surfacing = [checkpoints.wait, lambda: save(checkpoints, 9, big), checkpoints.close]
+    surfacing = [checkpoints.close, checkpoints.wait, lambda: save(checkpoints, 9, big)]
     for step, surface in enumerate(surfacing, start=2):
         with files_limited_to(50_000):
             save(checkpoints, step, big)  # returns: the arrays are copied, the write fails later
@@ -263,8 +263,8 @@ def test_a_kill_while_writing_is_no_checkpoint(tmp_path: Path):
         restored, metadata = checkpoints.restore({"weight": jax.ShapeDtypeStruct((4,), jnp.float64)})
         assert restored["weight"].tolist() == [0, 1, 2, 3] and metadata.data_position == 16
         assert len(list(tmp_path.iterdir())) == 2  # reading leaves alone what may be another process's work
-        save(checkpoints, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+        save(checkpoints, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
 
 
 def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path):

@@ -174,7 +174,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of rising linearly from 0, at least 0."""
     decay_steps: int = Field(default=0, ge=0)
-    """Step at which the lowest learning rate is reached, warmup included, above warmup_steps; default (0): train.steps."""
+    """Step, counted from the first, at which the decay ends, above warmup_steps; default (0): train.steps."""
     decay_fraction: float = Field(default=0.1, gt=0, le=1)
     """Share of decay_steps that warmup_stable_decay spends on falling, in (0, 1]."""
     final_learning_rate_fraction: float = Field(default=0.1, ge=0, le=1)

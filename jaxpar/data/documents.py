@@ -13,7 +13,7 @@ from jaxpar.config import InputError
 
 # A longer text is tokenized in pieces that end after a line, so that memory stays bounded. Part of the result: a
 # subword tokenizer may split the text differently where two pieces meet, so this is a constant and not a setting.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 128 << 10
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,1 @@
+"""What `jaxpar bench` runs."""
