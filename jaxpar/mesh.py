@@ -7,6 +7,7 @@ fastest: neighbours on `tensor` share a host, and `data` is what crosses hosts.
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +55,7 @@ def use_cpu_devices(count: int) -> None:
         )
 
 
-def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Build the mesh `(data, pipe, tensor)` with automatic axis types.
 
     Args:

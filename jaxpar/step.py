@@ -29,6 +29,7 @@ from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
 MakeModel = Callable[[nnx.Rngs], Any]
+Leaf = Any  # an array; or its shape, spec or sharding, in trees of the same structure
 
 
 class TrainState(NamedTuple):
@@ -42,11 +43,11 @@ class TrainState(NamedTuple):
         skipped_in_a_row: i32[], how many of them came last, one after the other.
     """
 
-    step: jax.Array
+    step: Leaf
     params: Params
     opt_state: Any
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
+    skipped: Leaf
+    skipped_in_a_row: Leaf
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     rows = batch_spec(mesh)
     batch_sharding = place(rows)
 
-    loss = make_loss(
-        graph, remat=config.parallel.remat, unroll=config.parallel.unroll, z_loss=config.train.z_loss
-    )
+    loss = make_loss(graph, remat=config.parallel.remat, unroll=config.parallel.unroll, z_loss=config.train.z_loss)
     in_block_view = make_loss_and_grads(
         loss,
         microbatches=config.parallel.microbatches,

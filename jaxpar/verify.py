@@ -94,7 +94,7 @@ def one_device_step(
         return loss / tokens
 
     @jax.jit
-    def step(params: Params, batch: Batch) -> tuple[jax.Array, Params, Params]:
+    def step(params: Params, batch: Batch) -> tuple[jax.Array, Params, Any]:
         loss, grads = jax.value_and_grad(mean_loss)(params, batch)
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         return loss, grads, optax.apply_updates(params, updates)
@@ -174,5 +174,7 @@ def run(config: Config, mesh: Mesh, *, as_json: bool = False, worst: int = 10, p
     Console().print(table)
     bad = sum(c.error > report.tolerance for c in report.comparisons)
     verdict = "all agree" if report.ok else f"{bad} differ"
-    print_(f"{len(report.comparisons)} tensors compared, {verdict}; worst relative error {report.comparisons[0].error:.2e}")
+    print_(
+        f"{len(report.comparisons)} tensors compared, {verdict}; worst relative error {report.comparisons[0].error:.2e}"
+    )
     return report.ok

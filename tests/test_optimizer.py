@@ -26,7 +26,7 @@ def section(**keys: Any) -> OptimizerConfig:
 def make(seed: int, large: bool = False) -> dict:
     """A tree shaped like a model's, sizes all different; `large` has dims that Adafactor factors (≥ 128)."""
     random = np.random.default_rng(seed)
-    L, D, F, V = (3, 130, 144, 160) if large else (3, 4, 6, 9)
+    L, D, F, V = (3, 130, 144, 160) if large else (7, 4, 6, 9)
     return {
         "embedding": {"weight": random.normal(size=(V, D))},
         "blocks": {
@@ -302,15 +302,18 @@ def test_moments_live_where_their_parameters_do():
 
 def test_factored_statistics_keep_the_dims_they_share():
     params = make(0, large=True)
-    params["blocks"]["mlp"]["down"]["weight"] = np.ones((3, 144, 144))  # square: which dim is gone cannot be seen
+    square = np.ones((3, 144, 144))  # which dim is gone cannot be seen
+    specs = SPECS | {"blocks": SPECS["blocks"] | {"out": P("pipe", None, "tensor"), "in": P("pipe", "tensor", None)}}
+    params["blocks"] |= {"out": square, "in": square}
     config = section(name="adafactor")
-    specs = opt_state_specs(make_optimizer(config, make_schedule(config)), params, SPECS)
+    specs = opt_state_specs(make_optimizer(config, make_schedule(config)), params, specs)
     (row, rest_row), (col, rest_col), (v, rest_v) = (moments(specs, name) for name in ("v_row", "v_col", "v"))
-    assert {row["blocks"]["mlp"]["up"]["weight"], col["blocks"]["mlp"]["up"]["weight"]} == {
+    assert {row["blocks"]["mlp"]["down"]["weight"], col["blocks"]["mlp"]["down"]["weight"]} == {
         P("pipe", None),
         P("pipe", "tensor"),
     }
-    assert row["blocks"]["mlp"]["down"]["weight"] == col["blocks"]["mlp"]["down"]["weight"] == P("pipe", None)
+    for name in ("out", "in"):
+        assert row["blocks"][name] == col["blocks"][name] == P("pipe", None)
     assert v["blocks"]["norm"]["scale"] == P("pipe", None) and rest_v["norm"]["scale"] == P()
     assert {rest_row["embedding"]["weight"], rest_col["embedding"]["weight"]} == {P(("pipe", "tensor")), P(None)}
 

@@ -56,7 +56,6 @@ def varying(tree: Any, axes: Axes) -> Any:
     Used once on the parameters, over `data`: gradients then stay local until they are reduced once.
     """
 
-
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in _real(axes) if a not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x

@@ -57,11 +57,8 @@ def shuffled_order(counts: Sequence[int], weights: Sequence[float], seed: int) -
         source_seed = int(np.random.SeedSequence([seed, source]).generate_state(1)[0])
         orders.append(grain.MapDataset.range(start, start + count).shuffle(seed=source_seed).repeat())
         start += count
-    if len(orders) == 1:
-        return orders[0]
-    # Grain makes whole numbers of the weights by scaling the smallest to 100 and *cutting off* the rest, which loses
-    # whole units (0.3 / 0.1 gives 299). It leaves these as they are.
-    return grain.MapDataset.mix(orders, [round(100 * weight / min(weights)) for weight in weights])
+    # Grain scales the smallest weight to 100 and cuts the others to whole numbers: hence the 1 % above.
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
 
 
 class TrainExamples:

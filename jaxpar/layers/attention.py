@@ -135,12 +135,16 @@ class ParallelAttention(nnx.Module):
     ) -> None:
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads {num_heads} mod num_kv_heads {num_kv_heads} = {num_heads % num_kv_heads}, not 0")
+            raise ValueError(
+                f"num_heads {num_heads} mod num_kv_heads {num_kv_heads} = {num_heads % num_kv_heads}, not 0"
+            )
         if head_dim is None and features % num_heads:
             raise ValueError(f"features {features} mod num_heads {num_heads} = {features % num_heads}, not 0")
         self.head_dim = head_dim or features // num_heads
         self.num_kv_heads = num_kv_heads
-        column = partial(ColumnParallelLinear, features, bias=qkv_bias, kernel_init=kernel_init, param_dtype=param_dtype)
+        column = partial(
+            ColumnParallelLinear, features, bias=qkv_bias, kernel_init=kernel_init, param_dtype=param_dtype
+        )
         kv = partial(column, num_kv_heads * self.head_dim, heads=num_kv_heads, replicate_heads=True)
         self.query = column(num_heads * self.head_dim, heads=num_heads, rngs=rngs)
         self.key = kv(rngs=rngs)
@@ -160,7 +164,7 @@ class ParallelAttention(nnx.Module):
         self.key_norm = norm(epsilon=qk_norm) if qk_norm is not None else None
         self.rope_frequencies = None if rope_frequencies is None else tuple(rope_frequencies)
         self.sliding_window = sliding_window
-        self.implementation = implementation
+        self.implementation: Implementation = implementation
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -190,4 +194,6 @@ class ParallelAttention(nnx.Module):
         if axis_size(TENSOR) == 1 or weight_Df.shape[1] < self.num_kv_heads * self.head_dim:
             return layer(x_BTD)
         y_BTK = x_BTD @ block_of(weight_Df, TENSOR, dim=1, blocks=self.num_kv_heads)
-        return y_BTK if layer.bias is None else y_BTK + block_of(layer.bias[...], TENSOR, dim=0, blocks=self.num_kv_heads)
+        return (
+            y_BTK if layer.bias is None else y_BTK + block_of(layer.bias[...], TENSOR, dim=0, blocks=self.num_kv_heads)
+        )

@@ -36,8 +36,8 @@ class VocabParallelEmbedding(nnx.Module):
         >>> table = VocabParallelEmbedding(503, 8, rngs=nnx.Rngs(0))
         >>> table.weight.shape, table(jnp.array([[1, 502]])).shape
         ((512, 8), (1, 2, 8))
-        >>> table.logits(jnp.ones((1, 2, 8)))[0, 0, 502:504]  # a real entry, then a padded one
-        Array([-0.02888363,        -inf], dtype=float32)
+        >>> table.logits(jnp.ones((1, 2, 8)))[0, 0, 503:505]  # the first padded entries
+        Array([-inf, -inf], dtype=float64)
     """
 
     def __init__(

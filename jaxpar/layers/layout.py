@@ -38,7 +38,7 @@ def specs(module: nnx.Module, mesh: Mesh) -> dict[str, Any]:
         >>> from jaxpar.layers import ColumnParallelLinear
         >>> from jaxpar.mesh import make_mesh
         >>> specs(ColumnParallelLinear(4, 6, bias=True, rngs=nnx.Rngs(0)), make_mesh(tensor=2))
-        {'bias': P('tensor'), 'weight': P(None, 'tensor')}
+        {'bias': P('tensor',), 'weight': P(None, 'tensor')}
     """
     state = nnx.state(module, nnx.Param)
     tree = {path: _spec(path, param, mesh.shape) for path, param in nnx.to_flat_state(state)}
@@ -64,7 +64,7 @@ def _dim_spec(path: tuple[Any, ...], dim: int, axes: Any, metadata: Mapping[str,
     ways = 1
     for name in names:
         ways *= sizes[name]
-    heads = metadata["heads"] if "heads" in metadata else dim
+    heads = metadata.get("heads", dim)
     if heads % ways == 0:
         return names[0] if len(names) == 1 else names or None
     if "replicate_heads" in metadata and ways % heads == 0:

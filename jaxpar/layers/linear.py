@@ -7,6 +7,8 @@ Used as a pair, column then row, a block needs one sum: no communication in betw
 Letters: B batch, T tokens, D input width, F output width; a lower-case letter is this device's block.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -56,7 +58,9 @@ class ColumnParallelLinear(nnx.Module):
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        metadata = ({"heads": heads} if heads else {}) | ({"replicate_heads": True} if replicate_heads else {})
+        metadata: dict[str, Any] = ({"heads": heads} if heads else {}) | (
+            {"replicate_heads": True} if replicate_heads else {}
+        )
         weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.weight = nnx.Param(weight, layout=P(None, TENSOR), **metadata)
         zeros = nnx.Param(jnp.zeros(out_features, param_dtype), layout=P(TENSOR), **metadata)
@@ -105,15 +109,13 @@ class RowParallelLinear(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.weight = nnx.Param(weight, layout=P(TENSOR, None), **({"heads": heads} if heads else {}))
+        metadata: dict[str, Any] = {"heads": heads} if heads else {}
+        self.weight = nnx.Param(weight, layout=P(TENSOR, None), **metadata)
         self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if bias else None
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to this device's block `[B, T, f]`."""
         y_BTD_part = x @ self.weight[...]
-        if self.sequence_parallel:
-            y = reduce_scatter(y_BTD_part, TENSOR, dim=x.ndim - 2)
-        else:
-            y = psum(y_BTD_part, TENSOR)
+        y = reduce_scatter(y_BTD_part, TENSOR, dim=x.ndim - 2) if self.sequence_parallel else psum(y_BTD_part, TENSOR)
         return y if self.bias is None else y + self.bias[...]

@@ -81,13 +81,13 @@ class Block(nnx.Module):
         kind = ARCHITECTURES[config.architecture]
         normal = nnx.initializers.normal
         # Residual branches start smaller by 1/sqrt(number of branches), as in GPT-2 (section 2.3 of its report).
-        shared = dict(
-            sequence_parallel=sequence_parallel,
-            kernel_init=normal(config.initializer_range),
-            out_init=normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers)),
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        shared: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "kernel_init": normal(config.initializer_range),
+            "out_init": normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers)),
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
         norm = partial(_norm, config, param_dtype, rngs)
         scaling = config.rope_scaling and Llama3Scaling(**config.rope_scaling.model_dump(exclude={"rope_type"}))
         self.attention_norm = norm()

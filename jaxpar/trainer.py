@@ -1,0 +1,261 @@
+"""The training loop behind `jaxpar train`: start or continue a run, step, evaluate, report, checkpoint.
+
+A run folder holds `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/`, and `tokens/` (text made into tokens).
+The loop never waits for the step it has just started: it reads the metrics of the step before.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import CheckFailed, Config, InputError, blocks_resume, differences
+from jaxpar.data.batches import Batches
+from jaxpar.data.examples import EvaluationExamples
+from jaxpar.data.sources import Data, open_data
+from jaxpar.flops import flops_per_token, parameter_count, peak_flops_per_second
+from jaxpar.layers.attention import choose_implementation
+from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
+from jaxpar.step import MakeModel, Program, TrainState, build
+
+
+def train(
+    config: Config, mesh: Mesh, *, accept_changes: bool = False, make_model: MakeModel | None = None
+) -> dict[str, Any]:
+    """Train a config to its last step, going on from the newest checkpoint in its run folder.
+
+    Args:
+        config: resolved.
+        mesh: its mesh.
+        accept_changes: go on although the run folder was made by a config that differs where it matters.
+        make_model: builds the model, a `LanguageModel`; by default the config's own.
+
+    Returns:
+        The metrics of the last step.
+
+    Raises:
+        InputError: what a user can put right: data, run folder, full disk.
+        CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite.
+    """
+    run_dir = Path(config.train.run_dir)
+    check_run_folder(config, run_dir, accept_changes)
+    data = open_data(config, run_dir / "tokens")
+    program = build(config, mesh, make_model)
+    main = jax.process_index() == 0
+    console = Console(quiet=not main)
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
+        resumed = checkpoints.latest_step()
+        for line in start_report(config, mesh, data, resumed):
+            console.print(line, highlight=False, soft_wrap=True)
+        state = program.init() if resumed is None else checkpoints.restore(program.abstract_state)[0]
+        if main:
+            _write_config(config, run_dir)
+        first = resumed or 0
+        writer = stack.enter_context(
+            MetricsWriter(run_dir, config.log.tensorboard, first, process_index=jax.process_index())
+        )
+        batches = stack.enter_context(
+            Batches(data.train, program.batch_sharding, first, max(first, config.train.steps))
+        )
+        bar = stack.enter_context(_progress(console))
+        run = Run(config, program, data, checkpoints, writer, bar)
+        with _asked_to_stop() as signals:
+            last = run.steps(state, batches, first, signals)
+        checkpoints.wait()
+    console.print(f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}", highlight=False)
+    return last
+
+
+class Run:
+    """The state of a loop that is not the model's: sinks, clock, and the metrics not yet read."""
+
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        data: Data,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        bar: Progress,
+    ) -> None:
+        self.config, self.program, self.data = config, program, data
+        self.checkpoints, self.writer, self.bar = checkpoints, writer, bar
+        device = program.mesh.devices.flat[0]
+        self.clock = StepClock(
+            flops_per_token(config.model, config.data.sequence_length),
+            peak_flops_per_second(device.device_kind, config.train.compute_dtype),
+            program.mesh.size,
+        )
+        self.task = bar.add_task("training", total=config.train.steps, loss="")
+        self.last: dict[str, Any] = {}
+
+    def steps(self, state: TrainState, batches: Batches, first: int, signals: list[int]) -> dict[str, Any]:
+        """Run the steps after `first`; returns the last metrics."""
+        train = self.config.train
+        self.bar.update(self.task, completed=first)
+        pending: tuple[int, dict[str, jax.Array]] | None = None
+        for step, batch in enumerate(batches, first + 1):
+            state, metrics = self.program.train_step(state, batch)
+            if pending:
+                self._report(*pending, state)
+            pending = step, metrics
+            if self.data.validation and self._due(step, train.eval_every):
+                validation = evaluate(self.program, state.params, self.data.validation)
+                self.clock.leave_out(validation["evaluation_seconds"])
+                self._report(step, metrics, state, validation)
+                pending = None
+            if signals or self._due(step, self.config.checkpoint.every):
+                self._save(step, state)
+            if signals:
+                raise SystemExit(128 + signals[0])
+        if pending:
+            self._report(*pending, state)
+        return self.last
+
+    def _report(
+        self, step: int, metrics: dict[str, jax.Array], state: TrainState, validation: dict[str, float] | None = None
+    ) -> None:
+        """Read the metrics of a step, which waits for it, and pass them on; stop a run that has gone bad."""
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        train = self.config.train
+        rates = self.clock.read(step, step * train.global_batch * self.config.data.sequence_length, time.monotonic())
+        self.last = {"step": step, **values, **rates, "peak_memory_bytes": peak_memory_bytes(), **(validation or {})}
+        bad = values["skipped_in_a_row"]
+        if step % self.config.log.every == 0 or step == train.steps or bad or validation:
+            self.writer.write(step, {name: value for name, value in self.last.items() if name != "step"})
+        self.bar.update(self.task, completed=step, loss=f"loss {values['loss']:.4f}")
+        if validation or (not self.bar.console.is_terminal and (step % max(1, train.steps // 20) == 0 or step == 1)):
+            text = "  ".join(f"{name} {self.last[name]:.4g}" for name in SHOWN if name in self.last)
+            self.bar.console.print(f"step {step}/{train.steps}  {text}", highlight=False, soft_wrap=True)
+        if bad:
+            self.bar.console.print(
+                f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if bad >= train.max_bad_steps:
+            self._save(int(state.step), state)
+            raise CheckFailed(
+                f"{bad} steps in a row had a loss or gradient that was not finite (train.max_bad_steps = "
+                f"{train.max_bad_steps}). None of them was applied; the last good state is in "
+                f"{self.checkpoints.folder}/{int(state.step)}. Lower optimizer.learning_rate, set optimizer.clip_norm, "
+                f"or look at the data from step {step - bad + 1} on."
+            )
+
+    def _due(self, step: int, every: int | None) -> bool:
+        return step == self.config.train.steps or bool(every and step % every == 0)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        self.checkpoints.save(step, state, config_yaml=self.config.to_yaml(), data_position=step)
+
+
+SHOWN = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+
+
+def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> dict[str, float]:
+    """Mean loss over the unmasked tokens of the validation batches, and how long it took.
+
+    Returns:
+        `validation_loss`, and `evaluation_seconds`.
+    """
+    jax.block_until_ready(params)  # the step that makes them is not part of the evaluation's time
+    start = time.monotonic()
+    with Batches(validation, program.batch_sharding, 0, len(validation)) as batches:
+        sums = [program.eval_step(params, batch) for batch in batches]
+    loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+    return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
+
+
+def check_run_folder(config: Config, run_dir: Path, accept_changes: bool) -> None:
+    """Refuse to continue a run whose config differs in anything that changes what is trained.
+
+    Raises:
+        InputError: names the keys that differ and how to go on.
+    """
+    path = run_dir / "config.yaml"
+    if not path.exists() or accept_changes:
+        return
+    stored = Config.from_yaml_text(path.read_text(encoding="utf-8"), origin=str(path))
+    changed = {key: pair for key, pair in differences(stored, config).items() if blocks_resume(key)}
+    if not changed:
+        return
+    lines = "\n".join(f"- {key}: {before} there, {now} now" for key, (before, now) in sorted(changed.items()))
+    back = " ".join(f"{key}={'null' if before is None else before}" for key, (before, _) in sorted(changed.items()))
+    raise InputError(
+        f"{run_dir} holds a run with another config:\n{lines}\n"
+        f"To continue that run as it was, add: {back}\n"
+        f"To continue it with the new values, add --accept-changes. To start afresh, set another train.run_dir."
+    )
+
+
+def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) -> Iterator[str]:
+    """What a person wants to know before the first step, a line each."""
+    device = mesh.devices.flat[0]
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    yield f"mesh: {axes} = {mesh.size} devices ({device.device_kind}, {jax.process_count()} processes)"
+    yield f"batch: {config.batch_derivation()}"
+    yield from data.summary
+    parameters = parameter_count(config.model)
+    yield (
+        f"model: {config.model.architecture}, {parameters:,} parameters in {config.train.param_dtype}, computed in "
+        f"{config.train.compute_dtype}"
+    )
+    kernel, reason = choose_implementation(
+        config.model.attn_implementation, config.train.compute_dtype, device.platform
+    )
+    yield f"attention: {kernel} ({reason})"
+    if resumed is None:
+        yield f"run: {config.train.run_dir}, from the start"
+    elif resumed < config.train.steps:
+        yield f"run: {config.train.run_dir}, continued after step {resumed}"
+    else:
+        yield f"run: {config.train.run_dir} has already done {resumed} steps; set train.steps higher to continue it"
+
+
+def _write_config(config: Config, run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{run_dir}/config.yaml cannot be written: {error.strerror}.") from error
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that fills with signal numbers: on the first SIGINT or SIGTERM the run ends after its step, saved."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])  # a second one ends it at once
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
