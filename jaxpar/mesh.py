@@ -46,7 +46,7 @@ def use_cpu_devices(count: int) -> None:
             return
         except RuntimeError:  # JAX is already running: all that is left is to look whether it has enough
             pass
-    running = len(jax.devices("cpu"))
+    running = len(jax.local_devices(backend="cpu"))
     if running < count:
         raise InputError(
             f"{count} CPU devices are needed, but JAX already runs with {running}. Virtual devices can only be made "
@@ -96,25 +96,48 @@ def start(config: Config) -> tuple[Config, Mesh]:
     """Start JAX for a config: processes, virtual CPU devices, 64-bit types, and the mesh.
 
     Joins the other processes through `jax.distributed` when a launcher has set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. On CPU as many virtual devices are made as the mesh needs.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. On CPU as many virtual devices are made as the mesh needs, the same number
+    in every process.
 
     Returns:
         The config with an axis of -1 resolved, and its mesh.
 
     Raises:
-        InputError: when the axes do not multiply to the number of devices.
+        InputError: when the axes do not multiply to the number of devices, or the launcher's variables are not whole.
     """
-    processes = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+    processes = _join_processes()
     axes = (config.mesh.data, config.mesh.pipe, config.mesh.tensor)
     wanted = config.mesh.devices or (int(np.prod(axes)) if min(axes) > 0 else None)
-    if wanted:
-        use_cpu_devices(-(-wanted // processes))
-    if "JAX_COORDINATOR_ADDRESS" in os.environ and not jax.distributed.is_initialized():
-        jax.distributed.initialize(
-            os.environ["JAX_COORDINATOR_ADDRESS"], processes, int(os.environ.get("JAX_PROCESS_ID", "0"))
+    if wanted and wanted % processes:
+        raise InputError(
+            f"the mesh has {wanted} devices, but {wanted} % {processes} processes = {wanted % processes}, must be 0: "
+            f"all processes have equally many. Change an axis, or start another number of processes."
         )
+    if wanted:
+        use_cpu_devices(wanted // processes)
     if "float64" in (config.train.param_dtype, config.train.compute_dtype):
         jax.config.update("jax_enable_x64", True)
     on_cpu = jax.default_backend() == "cpu"
     config = config.resolve_mesh(wanted if on_cpu and wanted else jax.device_count())
     return config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor)
+
+
+def _join_processes() -> int:
+    """Join the other processes if a launcher has started several; returns how many there are."""
+    if jax.distributed.is_initialized():
+        return jax.process_count()
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    values = {name: os.environ[name] for name in names if name in os.environ}
+    if not values:
+        return 1
+    try:
+        address, processes, process = values[names[0]], int(values[names[1]]), int(values[names[2]])
+        if not 0 <= process < processes:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise InputError(
+            f"to join several processes {names[0]} (host:port), {names[1]} (a number) and {names[2]} (0 up to that "
+            f"number - 1) must all be set; the environment has {values}. For a single process set none of them."
+        ) from None
+    jax.distributed.initialize(address, processes, process)  # before anything that starts JAX's devices
+    return processes

@@ -41,7 +41,7 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
     From `decay_steps` on the final value stays.
 
     Args:
-        optimizer: a resolved section (`decay_steps` set), with warmup_steps < decay_steps.
+        optimizer: the section of a whole config, which has filled `decay_steps` in; warmup_steps < decay_steps.
 
     Returns:
         A function from a step count (int or i32[]) to the learning rate. It can be traced.
@@ -61,7 +61,7 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
     if optimizer.schedule == "constant":
         pieces.append(optax.constant_schedule(peak))
         return optax.join_schedules(pieces, boundaries)
-    assert optimizer.decay_steps is not None, "resolve the config first: decay_steps is not set"
+    assert optimizer.decay_steps > warmup_steps, "a whole Config fills decay_steps in, and checks it"
     decay_steps = optimizer.decay_steps - warmup_steps
     if optimizer.schedule == "warmup_cosine":
         pieces.append(optax.cosine_decay_schedule(peak, decay_steps, alpha=optimizer.final_learning_rate_fraction))
@@ -92,7 +92,7 @@ def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.Grad
     - `sgd`: the gradient, or with `momentum` the heavy ball m ← momentum·m + g, u = m.
 
     Args:
-        optimizer: a resolved section (`momentum` set for sgd and muon).
+        optimizer: the section of a config.
         schedule: what `make_schedule` returns. Its argument is the transformation's own count: steps applied, so a
             step that was skipped for a non-finite gradient does not advance it.
 
@@ -117,7 +117,6 @@ def _direction(optimizer: OptimizerConfig) -> optax.GradientTransformation:
         )
         labels = _by_path(lambda path, leaf: "layers" if _stacked(path) else "rest")
         return optax.partition({"layers": _each_layer(adafactor), "rest": adafactor}, labels)
-    assert optimizer.momentum is not None, "resolve the config first: momentum is not set"
     if optimizer.name == "muon":
         dimensions = _by_path(lambda path, leaf: optax.contrib.MuonDimensionNumbers(-2, -1))
         scale = optax.stateless(lambda updates, _: jax.tree.map(_match_adamw_rms, updates))

@@ -6,7 +6,7 @@ The loop never waits for the step it has just started: it reads the metrics of t
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config, InputError, blocks_resume, differences
+from jaxpar.config import CheckFailed, Config
 from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
 from jaxpar.data.sources import Data, open_data
@@ -47,7 +48,7 @@ def train(
         CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite.
     """
     run_dir = Path(config.train.run_dir)
-    check_run_folder(config, run_dir, accept_changes)
+    run_folder.prepare(config, run_dir, accept_changes)
     data = open_data(config, run_dir / "tokens")
     program = build(config, mesh, make_model)
     main = jax.process_index() == 0
@@ -56,10 +57,10 @@ def train(
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         resumed = checkpoints.latest_step()
         for line in start_report(config, mesh, data, resumed):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         state = program.init() if resumed is None else checkpoints.restore(program.abstract_state)[0]
         if main:
-            _write_config(config, run_dir)
+            run_folder.write_config(config, run_dir)
         first = resumed or 0
         writer = stack.enter_context(
             MetricsWriter(run_dir, config.log.tensorboard, first, process_index=jax.process_index())
@@ -68,12 +69,19 @@ def train(
             Batches(data.train, program.batch_sharding, first, max(first, config.train.steps))
         )
         bar = stack.enter_context(_progress(console))
-        run = Run(config, program, data, checkpoints, writer, bar)
+        run = Run(config, program, data, checkpoints, writer, bar, first)
         with _asked_to_stop() as signals:
             last = run.steps(state, batches, first, signals)
         checkpoints.wait()
-    console.print(f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}", highlight=False)
+    done = f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}"
+    console.print(done, markup=False, highlight=False, soft_wrap=True)
     return last
+
+
+SHOWN = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+NO_RATES = {"tokens_per_second": None, "step_seconds": None}
+"""Of the first step after a start, which is when compilation happens."""
+NOTHING: Mapping[str, float] = {}
 
 
 class Run:
@@ -87,6 +95,7 @@ class Run:
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         bar: Progress,
+        first: int,
     ) -> None:
         self.config, self.program, self.data = config, program, data
         self.checkpoints, self.writer, self.bar = checkpoints, writer, bar
@@ -96,70 +105,81 @@ class Run:
             peak_flops_per_second(device.device_kind, config.train.compute_dtype),
             program.mesh.size,
         )
-        self.task = bar.add_task("training", total=config.train.steps, loss="")
+        self.task = bar.add_task("compiling", completed=first, total=config.train.steps, loss="")
         self.last: dict[str, Any] = {}
 
     def steps(self, state: TrainState, batches: Batches, first: int, signals: list[int]) -> dict[str, Any]:
-        """Run the steps after `first`; returns the last metrics."""
+        """Run the steps after `first`; returns the last metrics.
+
+        Raises:
+            SystemExit: with 128 + the signal's number, after the step during which a signal came, which is saved.
+            CheckFailed: after too many steps in a row that were not applied.
+        """
         train = self.config.train
-        self.bar.update(self.task, completed=first)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step, batch in enumerate(batches, first + 1):
             state, metrics = self.program.train_step(state, batch)
-            if pending:
-                self._report(*pending, state)
+            bad = self._report(*pending) if pending else 0
             pending = step, metrics
-            if self.data.validation and self._due(step, train.eval_every):
-                validation = evaluate(self.program, state.params, self.data.validation)
-                self.clock.leave_out(validation["evaluation_seconds"])
-                self._report(step, metrics, state, validation)
+            stop = signals[0] if signals else None  # read once: another may come at any time
+            evaluating = self.data.validation if self._due(step, train.eval_every) else None
+            saving = stop or self._due(step, self.config.checkpoint.every)
+            if evaluating or saving or bad >= train.max_bad_steps:
+                # These wait for the step anyway, and no checkpoint may be ahead of metrics.jsonl.
+                validation = evaluate(self.program, state.params, evaluating) if evaluating else {}
+                self.clock.leave_out(validation.get("evaluation_seconds", 0))
+                bad = max(bad, self._report(step, metrics, validation))
                 pending = None
-            if signals or self._due(step, self.config.checkpoint.every):
+            if saving or bad >= train.max_bad_steps:
                 self._save(step, state)
-            if signals:
-                raise SystemExit(128 + signals[0])
-        if pending:
-            self._report(*pending, state)
+            if bad >= train.max_bad_steps:
+                raise CheckFailed(
+                    f"{bad} steps in a row had a loss or gradient that was not finite (train.max_bad_steps = "
+                    f"{train.max_bad_steps}). None of them was applied; the last good state is in "
+                    f"{self.checkpoints.folder}/{step}. Lower optimizer.learning_rate, set optimizer.clip_norm, or "
+                    f"look at the data and at the nonfinite values in metrics.jsonl."
+                )
+            if stop:
+                self.checkpoints.wait()
+                name = signal.Signals(stop).name
+                self._say(f"stopped by {name} after step {step}, which is saved; the same command continues there")
+                raise SystemExit(128 + stop)
         return self.last
 
-    def _report(
-        self, step: int, metrics: dict[str, jax.Array], state: TrainState, validation: dict[str, float] | None = None
-    ) -> None:
-        """Read the metrics of a step, which waits for it, and pass them on; stop a run that has gone bad."""
+    def _report(self, step: int, metrics: dict[str, jax.Array], validation: Mapping[str, float] = NOTHING) -> int:
+        """Read the metrics of a step, which waits for it, and pass them on.
+
+        Returns:
+            How many steps in a row, this one the last of them, were not applied.
+        """
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         train = self.config.train
         rates = self.clock.read(step, step * train.global_batch * self.config.data.sequence_length, time.monotonic())
-        self.last = {"step": step, **values, **rates, "peak_memory_bytes": peak_memory_bytes(), **(validation or {})}
+        memory = {"peak_memory_bytes": peak_memory_bytes()}
+        self.last = {"step": step, **values, **NO_RATES, **rates, **memory, **validation}
         bad = values["skipped_in_a_row"]
         if step % self.config.log.every == 0 or step == train.steps or bad or validation:
             self.writer.write(step, {name: value for name, value in self.last.items() if name != "step"})
-        self.bar.update(self.task, completed=step, loss=f"loss {values['loss']:.4f}")
-        if validation or (not self.bar.console.is_terminal and (step % max(1, train.steps // 20) == 0 or step == 1)):
-            text = "  ".join(f"{name} {self.last[name]:.4g}" for name in SHOWN if name in self.last)
-            self.bar.console.print(f"step {step}/{train.steps}  {text}", highlight=False, soft_wrap=True)
+        self.bar.update(self.task, description="training", completed=step, loss=f"loss {values['loss']:.4f}")
+        regular = step % max(1, train.steps // 20) == 0 or step == 1
+        if validation or (regular and not self.bar.console.is_terminal):
+            shown = ((name, self.last.get(name)) for name in SHOWN)
+            text = "  ".join(f"{name} {value:.4g}" for name, value in shown if value is not None)
+            self._say(f"step {step}/{train.steps}  {text}")
         if bad:
-            self.bar.console.print(
-                f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}",
-                highlight=False,
-                soft_wrap=True,
-            )
-        if bad >= train.max_bad_steps:
-            self._save(int(state.step), state)
-            raise CheckFailed(
-                f"{bad} steps in a row had a loss or gradient that was not finite (train.max_bad_steps = "
-                f"{train.max_bad_steps}). None of them was applied; the last good state is in "
-                f"{self.checkpoints.folder}/{int(state.step)}. Lower optimizer.learning_rate, set optimizer.clip_norm, "
-                f"or look at the data from step {step - bad + 1} on."
-            )
+            self._say(f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        return bad
+
+    def _say(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.config.train.steps or bool(every and step % every == 0)
 
     def _save(self, step: int, state: TrainState) -> None:
+        start = time.monotonic()
         self.checkpoints.save(step, state, config_yaml=self.config.to_yaml(), data_position=step)
-
-
-SHOWN = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+        self.clock.leave_out(time.monotonic() - start)
 
 
 def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> dict[str, float]:
@@ -174,28 +194,6 @@ def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> d
         sums = [program.eval_step(params, batch) for batch in batches]
     loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
     return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
-
-
-def check_run_folder(config: Config, run_dir: Path, accept_changes: bool) -> None:
-    """Refuse to continue a run whose config differs in anything that changes what is trained.
-
-    Raises:
-        InputError: names the keys that differ and how to go on.
-    """
-    path = run_dir / "config.yaml"
-    if not path.exists() or accept_changes:
-        return
-    stored = Config.from_yaml_text(path.read_text(encoding="utf-8"), origin=str(path))
-    changed = {key: pair for key, pair in differences(stored, config).items() if blocks_resume(key)}
-    if not changed:
-        return
-    lines = "\n".join(f"- {key}: {before} there, {now} now" for key, (before, now) in sorted(changed.items()))
-    back = " ".join(f"{key}={'null' if before is None else before}" for key, (before, _) in sorted(changed.items()))
-    raise InputError(
-        f"{run_dir} holds a run with another config:\n{lines}\n"
-        f"To continue that run as it was, add: {back}\n"
-        f"To continue it with the new values, add --accept-changes. To start afresh, set another train.run_dir."
-    )
 
 
 def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) -> Iterator[str]:
@@ -220,14 +218,6 @@ def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) ->
         yield f"run: {config.train.run_dir}, continued after step {resumed}"
     else:
         yield f"run: {config.train.run_dir} has already done {resumed} steps; set train.steps higher to continue it"
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{run_dir}/config.yaml cannot be written: {error.strerror}.") from error
 
 
 def _progress(console: Console) -> Progress:

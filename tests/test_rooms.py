@@ -26,7 +26,7 @@ ROWS = [
     ["verify", "drift"],
     ["planner"],
     ["parameter_server"],
-    ["trainer", "launch"],
+    ["run_folder", "trainer", "launch"],
     ["bench"],
     ["cli"],
 ]

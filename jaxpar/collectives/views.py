@@ -69,6 +69,16 @@ def _needed(tree: Any, axes: Axes) -> tuple[str, ...]:
     return tuple(a for a in manual(axes) if a in _real(a) or any(a in varying_axes(x) for x in leaves))
 
 
+def _check_varies(name: str, x: jax.Array, axes: tuple[str, ...], consequence: str) -> None:
+    """Refuse a value that is whole already. JAX would go on, as if every device had a part of its own."""
+    whole = [a for a in axes if a not in varying_axes(x)]
+    if axis_size(whole) > 1:
+        raise ValueError(
+            f"{name} over {whole}: the value {jax.typeof(x)} is already the same on all devices of that axis; "
+            f"{consequence.format(axis_size(whole))}"
+        )
+
+
 def psum(x: Any, axes: Axes) -> Any:
     """Sum over the devices of `axes`. All-reduce; sends 2(n-1)/n · b.
 
@@ -91,12 +101,9 @@ def psum(x: Any, axes: Axes) -> Any:
     """
     here = _needed(x, axes)
     for leaf in jax.tree.leaves(x):
-        whole = [a for a in here if a not in varying_axes(leaf)]
-        if axis_size(whole) > 1:
-            raise ValueError(
-                f"psum over {whole}: the value {jax.typeof(leaf)} is already the same on all devices of that axis; "
-                f"summing it would multiply it by {axis_size(whole)}"
-            )
+        _check_varies("psum", leaf, here, "summing it would multiply it by {}")
+    missing = lambda leaf: tuple(a for a in here if a not in varying_axes(leaf))  # of size 1: only a type differs
+    x = jax.tree.map(lambda leaf: lax.pcast(leaf, m, to="varying") if (m := missing(leaf)) else leaf, x)
     return lax.psum(x, here) if here else x
 
 
@@ -107,13 +114,25 @@ def pmax(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Join the blocks of every device of `axis` along `dim`. Sends (n-1) · b; its gradient is a reduce-scatter."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True) if _needed(x, axis) else x
+    """Join the blocks of every device of `axis` along `dim`. Sends (n-1) · b; its gradient is a reduce-scatter.
+
+    Raises:
+        ValueError: when `x` is the same on all devices of the axis: it is whole already.
+    """
+    here = _needed(x, axis)
+    _check_varies("all_gather", x, here, "joining its copies would repeat it {} times")
+    return lax.all_gather(x, axis, axis=dim, tiled=True) if here else x
 
 
 def reduce_scatter(x_part: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Sum over `axis` and keep this device's block of `dim`. Sends (n-1)/n · b; its gradient is an all-gather."""
-    return lax.psum_scatter(x_part, axis, scatter_dimension=dim, tiled=True) if _needed(x_part, axis) else x_part
+    """Sum over `axis` and keep this device's block of `dim`. Sends (n-1)/n · b; its gradient is an all-gather.
+
+    Raises:
+        ValueError: when `x_part` is the same on all devices of the axis: its sum would multiply it by the axis size.
+    """
+    here = _needed(x_part, axis)
+    _check_varies("reduce_scatter", x_part, here, "summing it would multiply it by {}")
+    return lax.psum_scatter(x_part, axis, scatter_dimension=dim, tiled=True) if here else x_part
 
 
 def shift(x: Any, axis: str, by: int = 1) -> Any:
@@ -140,11 +159,20 @@ def block_of(x: jax.Array, axis: str, dim: int, blocks: int | None = None) -> ja
 
     Returns:
         Block number `index * blocks // n` of `dim`; in global view `x` itself.
+
+    Raises:
+        ValueError: when the dim does not divide into the blocks, or the devices over them.
     """
     n = axis_size(axis)
     if n == 1:
         return x
     blocks = n if blocks is None else blocks
-    size = x.shape[dim] // blocks
+    size, rest = divmod(x.shape[dim], blocks)
+    if rest:
+        raise ValueError(
+            f"dim {dim} of size {x.shape[dim]} into {blocks} blocks leaves {x.shape[dim]} mod {blocks} = {rest}"
+        )
+    if n % blocks:
+        raise ValueError(f"{blocks} blocks over {n} devices of {axis} leaves {n} mod {blocks} = {n % blocks}")
     start = lax.axis_index(axis) * blocks // n * size
     return lax.dynamic_slice_in_dim(varying(x, axis), start, size, dim)

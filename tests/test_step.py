@@ -1,0 +1,211 @@
+"""The train step on every layout against one device in global view, in float64.
+
+Sizes are all different, so that swapped dims fail, and as small as they can be: each case compiles a program.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import verify
+from jaxpar.config import Config
+from jaxpar.mesh import make_mesh
+from jaxpar.optimizer import make_optimizer, make_schedule
+from jaxpar.step import Program, build, model_maker
+
+LAYOUTS = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)]
+TOLERANCE = 1e-9  # what is asked; float64 rounding through three layers is about 1e-15, the smallest real mistake 1e-2
+
+
+def config(layout=(1, 1), *, model=None, parallel=None, optimizer=None, train=None) -> Config:
+    values = {
+        "model": {
+            "architecture": "llama",
+            "vocab_size": 503,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 2,
+        },
+        "mesh": {"data": layout[0], "tensor": layout[1]},
+        "parallel": {},
+        "data": {"train": ["unused"], "sequence_length": 8},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1, "schedule": "constant"},
+        "train": {
+            "steps": 20,
+            "global_batch": 32,
+            "run_dir": "unused",
+            "param_dtype": "float64",
+            "compute_dtype": "float64",
+        },
+    }
+    for section, changes in (("model", model), ("parallel", parallel), ("optimizer", optimizer), ("train", train)):
+        values[section] |= changes or {}
+    return Config.from_dict(values)
+
+
+def program(settings: Config) -> Program:
+    return build(settings, make_mesh(settings.mesh.data, settings.mesh.pipe, settings.mesh.tensor))
+
+
+@functools.cache
+def one_device(**model):
+    """Weights, and loss and gradients as one device computes them in global view without microbatches."""
+    settings = config(model=model)
+    params = jax.device_get(program(settings).init().params)
+    params = jax.device_put(params, jax.devices()[0])
+    batch = jax.device_put(verify.random_batch(settings), jax.devices()[0])
+    loss, grads, _ = verify.one_device_step(settings, model_maker(settings, "cpu"), params, batch)
+    return jax.device_get((params, loss, grads))
+
+
+def assert_parity(settings: Config, **model) -> None:
+    params, want_loss, want = one_device(**model)
+    built = program(settings)
+    params = jax.device_put(params, jax.tree.map(lambda s: s.sharding, built.abstract_state.params))
+    batch = jax.device_put(verify.random_batch(settings), built.batch_sharding)
+    loss, got, tokens = built.loss_and_grads(params, batch, jnp.int32(0))
+    assert tokens == batch["mask"].sum()
+    assert abs(loss - want_loss) <= TOLERANCE * want_loss
+    norm = float(optax.tree.norm(want))
+
+    def error(got, want):  # GPT-2's key biases have no gradient but rounding: softmax is blind to them
+        return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6 * norm))
+
+    errors = jax.tree.map(error, jax.device_get(got), want)
+    assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    [(layout, False) for layout in LAYOUTS] + [(layout, True) for layout in LAYOUTS if layout[1] > 1],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else "sp" if value else "",
+)
+def test_gradients_equal_one_device(layout, sequence_parallel, remat, microbatches, tied):
+    parallel = {"sequence_parallel": sequence_parallel, "remat": remat, "microbatches": microbatches}
+    assert_parity(config(layout, model={"tie_word_embeddings": tied}, parallel=parallel), tie_word_embeddings=tied)
+
+
+VARIANTS = {
+    "gpt2 with dropout": {"architecture": "gpt2", "resid_pdrop": 0.2, "num_key_value_heads": 8},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen3": {"architecture": "qwen3", "num_key_value_heads": 1},
+    "mistral": {"architecture": "mistral", "sliding_window": 3, "num_key_value_heads": 4},
+    "llama with dropout and biases": {"resid_pdrop": 0.3, "attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence_parallel"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_equal_one_device_in_other_architectures(name, sequence_parallel):
+    parallel = {"sequence_parallel": sequence_parallel, "remat": ["query", "mlp_hidden"], "unroll": 2}
+    assert_parity(config((2, 4), model=VARIANTS[name], parallel=parallel), **VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_twenty_steps_give_the_same_parameters_on_every_layout(name):
+    optimizer = {"name": name, "learning_rate": 0.01, "clip_norm": 0.5, "weight_decay": 0.1}
+    optimizer |= {"schedule": "warmup_cosine", "warmup_steps": 5}
+    batches = [verify.random_batch(config(), seed) for seed in range(20)]
+    want = one_device_training(config(optimizer=optimizer), batches)
+    for layout in [(1, 1), (8, 1), (1, 8), (2, 4)]:
+        built = program(config(layout, optimizer=optimizer, parallel={"microbatches": 2}))
+        state = built.init()
+        for batch in batches:
+            state, _ = built.train_step(state, jax.device_put(batch, built.batch_sharding))
+        assert int(state.step) == 20 and int(state.skipped) == 0
+        for got, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-8)  # as asked; weights are about 0.02
+
+
+def one_device_training(settings: Config, batches) -> dict:
+    """Optax on gradients of the mean loss in global view on one device, written without the step."""
+    maker = model_maker(settings, "cpu")
+    params = jax.device_put(jax.device_get(program(settings).init().params), jax.devices()[0])
+    optimizer = make_optimizer(settings.optimizer, make_schedule(settings.optimizer))
+    state = optimizer.init(params)
+    step = jax.jit(lambda params, batch: verify.one_device_step(settings, maker, params, batch)[1])
+    update = jax.jit(optimizer.update)
+    for batch in batches:
+        updates, state = update(step(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.device_get(params)
+
+
+def compiled_step(settings: Config):
+    built = program(settings)
+    shape = settings.train.global_batch, settings.data.sequence_length
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=built.batch_sharding)
+        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("mask", np.bool_))
+    }
+    return built, built.train_step.lower(built.abstract_state, batch).compile()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_are_reduced_once_a_step_whatever_the_microbatches(microbatches):
+    """Over data alone nothing else communicates: one all-reduce of every gradient, the loss and the token count."""
+    built, compiled = compiled_step(config((8, 1), parallel={"microbatches": microbatches}))
+    collectives = re.findall(r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|all-to-all)\(", compiled.as_text())
+    assert len(collectives) == 1
+    sizes = [
+        int(np.prod([int(d) for d in dims.split(",") if d])) for dims in re.findall(r"f64\[([\d,]*)\]", collectives[0])
+    ]
+    assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(built.abstract_state.params)) + 2
+
+
+def test_the_state_is_donated():
+    built, compiled = compiled_step(config((2, 2)))
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(built.abstract_state)]
+    leaves = jax.tree.leaves(built.abstract_state)
+    per_device = sum(int(np.prod(s)) * leaf.dtype.itemsize for s, leaf in zip(shards, leaves, strict=True))
+    assert compiled.memory_analysis().alias_size_in_bytes == per_device
+
+
+def test_mixed_precision_keeps_float32_masters_and_accumulates_in_float32():
+    mixed = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
+    settings = config((2, 4), parallel={"microbatches": 4}, train=mixed)
+    built = program(settings)
+    batch = jax.device_put(verify.random_batch(settings), built.batch_sharding)
+    state = built.init()
+    _, grads, _ = built.loss_and_grads(state.params, batch, state.step)
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, grads))} == {jnp.dtype("float32")}
+    text = built.eval_step.lower(state.params, batch).as_text()
+    operands = re.findall(r"stablehlo.dot_general.*: \(tensor<[\dx]*(\w+)>, tensor<[\dx]*(\w+)>\)", text)
+    assert operands and set(operands) == {("bf16", "bf16")}
+    report = verify.compare(settings, built.mesh)
+    assert report.ok, report.comparisons[:5]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
+    built = program(config((2, 2), optimizer={"name": "adamw"}))
+    batch = jax.device_put(verify.random_batch(config()), built.batch_sharding)
+    state, _ = built.train_step(built.init(), batch)
+    poisoned = jax.tree.map(jnp.copy, state)
+    scale = poisoned.params["norm"]["scale"]
+    poisoned.params["norm"]["scale"] = jax.device_put(scale.at[0].set(jnp.inf), scale.sharding)
+    before = jax.device_get(poisoned)
+    after, metrics = built.train_step(poisoned, batch)
+    assert not np.isfinite(metrics["loss"])
+    assert (int(after.skipped), int(after.skipped_in_a_row), int(after.step)) == (1, 1, 2)
+    for new, old in zip(jax.tree.leaves(after[1:3]), jax.tree.leaves(before[1:3]), strict=True):
+        np.testing.assert_array_equal(new, old)
+    state, metrics = built.train_step(after._replace(params=state.params), batch)
+    assert np.isfinite(metrics["loss"]) and (int(state.skipped), int(state.skipped_in_a_row)) == (1, 0)
+
+
+def test_weights_do_not_depend_on_the_layout():
+    want = jax.device_get(program(config()).init().params)
+    got = jax.device_get(program(config((2, 4))).init().params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
