@@ -5,6 +5,7 @@ The loop never waits for the step it has just started: it reads the metrics of t
 """
 
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -121,7 +123,7 @@ class Run:
             state, metrics = self.program.train_step(state, batch)
             bad = self._report(*pending) if pending else 0
             pending = step, metrics
-            stop = signals[0] if signals else None  # read once: another may come at any time
+            stop = _stop_signal(signals, step)
             evaluating = self.data.validation if self._due(step, train.eval_every) else None
             saving = stop or self._due(step, self.config.checkpoint.every)
             if evaluating or saving or bad >= train.max_bad_steps:
@@ -137,7 +139,7 @@ class Run:
                     f"{bad} steps in a row had a loss or gradient that was not finite (train.max_bad_steps = "
                     f"{train.max_bad_steps}). None of them was applied; the last good state is in "
                     f"{self.checkpoints.folder}/{step}. Lower optimizer.learning_rate, set optimizer.clip_norm, or "
-                    f"look at the data and at the nonfinite values in metrics.jsonl."
+                    f"look at the data of these steps, which metrics.jsonl marks with nonfinite."
                 )
             if stop:
                 self.checkpoints.wait()
@@ -234,7 +236,11 @@ def _progress(console: Console) -> Progress:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that fills with signal numbers: on the first SIGINT or SIGTERM the run ends after its step, saved."""
+    """A list that fills with signal numbers: on the first SIGINT or SIGTERM the run ends after its step, saved.
+
+    With several processes SIGTERM is left to JAX, which makes all of them agree on the step (`_stop_signal`). Outside
+    the main thread Python delivers no signals.
+    """
     received: list[int] = []
     before: dict[int, Any] = {}
 
@@ -242,10 +248,18 @@ def _asked_to_stop() -> Iterator[list[int]]:
         received.append(number)
         signal.signal(number, before[number])  # a second one ends it at once
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGINT, signal.SIGTERM) if alone else ():
         before[number] = signal.signal(number, handle)
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stop_signal(signals: list[int], step: int) -> int | None:
+    """The signal after which the run is to end with this step, in all processes; None: go on."""
+    if jax.process_count() == 1:
+        return signals[0] if signals else None
+    return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
