@@ -39,28 +39,28 @@ def parameter_count(model: "ModelConfig") -> int:
         ...     intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32))
         6738415616
     """
-    gpt2 = model.architecture == "gpt2"
+    traits = model.traits
     D, F = model.hidden_size, model.intermediate_size
     HK, GK = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    norm = 2 * D if gpt2 else D  # GPT-2's LayerNorm has scale and bias, RMSNorm scale alone
+    norm = 2 * D if traits.layer_norm else D  # LayerNorm has scale and bias, RMSNorm scale alone
     biases = 0
-    if gpt2 or model.architecture == "qwen2" or model.attention_bias:
+    if traits.all_bias or traits.qkv_bias or model.attention_bias:
         biases += HK + 2 * GK  # query, key, value
-    if gpt2 or model.attention_bias:
+    if traits.all_bias or model.attention_bias:
         biases += D  # attention out
-    if gpt2 or model.mlp_bias:
-        biases += (1 if gpt2 else 2) * F + D  # up (and gate), down
-    query_key_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
+    if traits.all_bias or model.mlp_bias:
+        biases += (2 if traits.gated else 1) * F + D  # up (and gate), down
+    query_key_norms = 2 * model.head_dim if traits.qk_norm else 0
     block = _block_matrix_params(model) + biases + query_key_norms + 2 * norm
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * D
-    positions = model.max_position_embeddings * D if gpt2 else 0
+    positions = 0 if traits.rotary else model.max_position_embeddings * D
     return tables + positions + model.num_hidden_layers * block + norm
 
 
 def _block_matrix_params(model: "ModelConfig") -> int:
     """Weights of one block's matrices: query and out D·HK each, key and value D·GK each, two or three of D·F."""
     attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
-    projections = 2 if model.architecture == "gpt2" else 3
+    projections = 3 if model.traits.gated else 2
     return attention + projections * model.hidden_size * model.intermediate_size
 
 

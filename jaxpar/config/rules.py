@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from jaxpar.config.architectures import ARCHITECTURES
+
 if TYPE_CHECKING:
     from jaxpar.config.root import Config
     from jaxpar.config.sections import MeshConfig
 
-ROTARY = ("llama", "mistral", "qwen2", "qwen3")
-"""The architectures with rotary positions; the others learn a table of positions."""
 BYTE_VOCAB_SIZE = 257
 """Tokens of the byte tokenizer: 256 bytes and the end of a document."""
 
@@ -93,7 +93,7 @@ def _model(config: Config) -> Iterator[str]:
         "every key and value head serves equally many query heads",
         f"num_key_value_heads {nearest(divisors(heads), kv_heads)}",
     )
-    if m.architecture in ROTARY:
+    if m.traits.rotary:
         yield from _indivisible(
             f"model.head_dim {m.head_dim}",
             "2",
@@ -102,9 +102,10 @@ def _model(config: Config) -> Iterator[str]:
             f"head_dim {multiples(m.head_dim, 2)}",
         )
     elif m.rope_scaling:
+        rotary = ", ".join(name for name, traits in ARCHITECTURES.items() if traits.rotary)
         yield (
             f"model.rope_scaling is given, but model.architecture {m.architecture} learns a table of positions. "
-            f"Leave rope_scaling out, or use an architecture with rotary positions: {', '.join(ROTARY)}."
+            f"Leave rope_scaling out, or use an architecture with rotary positions: {rotary}."
         )
     if m.rope_scaling and m.rope_scaling.low_freq_factor >= m.rope_scaling.high_freq_factor:
         yield (

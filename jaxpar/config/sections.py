@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from jaxpar.config.architectures import ARCHITECTURES, Activation, Architecture
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys forbidden, no silent conversions; null means "use the default"."""
@@ -72,9 +74,7 @@ class ModelConfig(Section):
     """Number of key and value heads, a divisor of num_attention_heads; default: num_attention_heads."""
     head_dim: int = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], ge=1)
     """Width of one head, even for rotary positions; default: hidden_size / num_attention_heads."""
-    hidden_act: Literal["silu", "gelu", "gelu_new"] = Field(
-        default_factory=lambda data: "gelu_new" if data["architecture"] == "gpt2" else "silu"
-    )
+    hidden_act: Activation = Field(default_factory=lambda data: ARCHITECTURES[data["architecture"]].hidden_act)
     """Activation of the feed-forward layer: silu, gelu or gelu_new; default: gelu_new for gpt2, else silu."""
     max_position_embeddings: int = Field(default=0, ge=0)
     """Longest sequence in tokens, and length of gpt2's position table; default (0): data.sequence_length."""
@@ -90,7 +90,7 @@ class ModelConfig(Section):
     """Biases in attention: true or false (gpt2 always has them, qwen2 in query, key and value)."""
     mlp_bias: bool = False
     """Biases in the feed-forward layer: true or false (gpt2 always has them)."""
-    tie_word_embeddings: bool = Field(default_factory=lambda data: data["architecture"] == "gpt2")
+    tie_word_embeddings: bool = Field(default_factory=lambda data: ARCHITECTURES[data["architecture"]].tied)
     """Whether the head uses the embedding's table: true or false; default: true for gpt2, else false."""
     sliding_window: int | None = Field(default=None, ge=1)
     """How many tokens, itself included, a token attends to, at least 1; default: all before it."""
@@ -100,6 +100,11 @@ class ModelConfig(Section):
     """Share of each block's output dropped in training, in [0, 1)."""
     attn_implementation: Literal["auto", "xla", "cudnn"] = "auto"
     """How attention is computed: auto, xla or cudnn (flash attention on GPU, bfloat16 only)."""
+
+    @property
+    def traits(self) -> Architecture:
+        """What the architecture's name stands for."""
+        return ARCHITECTURES[self.architecture]
 
     @property
     def padded_vocab_size(self) -> int:

@@ -4,7 +4,6 @@ Letters: B batch, T tokens, D width, V vocabulary; a lower-case letter is this d
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,38 +28,8 @@ from jaxpar.layers.dropout import fold_in
 from jaxpar.models.protocol import stack
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What the named architectures differ in beyond sizes.
-
-    Attributes:
-        rotary: rotary positions; otherwise learned ones.
-        layer_norm: LayerNorm with bias; otherwise RMSNorm.
-        gated: the feed-forward has a gate.
-        qkv_bias: biases on query, key and value always.
-        all_bias: biases on every projection always.
-        qk_norm: RMS norm over each query and key head.
-    """
-
-    rotary: bool = True
-    layer_norm: bool = False
-    gated: bool = True
-    qkv_bias: bool = False
-    all_bias: bool = False
-    qk_norm: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture(),
-    "mistral": Architecture(),
-    "qwen2": Architecture(qkv_bias=True),
-    "qwen3": Architecture(qk_norm=True),
-    "gpt2": Architecture(rotary=False, layer_norm=True, gated=False, all_bias=True),
-}
-
-
 def _norm(config: ModelConfig, param_dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
-    if ARCHITECTURES[config.architecture].layer_norm:
+    if config.traits.layer_norm:
         epsilon = config.layer_norm_epsilon
         return LayerNorm(
             config.hidden_size, epsilon=epsilon, use_fast_variance=False, param_dtype=param_dtype, rngs=rngs
@@ -78,7 +47,7 @@ class Block(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, sequence_parallel: bool, implementation: Any, param_dtype: Any, rngs: nnx.Rngs
     ) -> None:
-        kind = ARCHITECTURES[config.architecture]
+        traits = config.traits
         normal = nnx.initializers.normal
         # Residual branches start smaller by 1/sqrt(number of branches), as in GPT-2 (section 2.3 of its report).
         shared: dict[str, Any] = {
@@ -96,10 +65,10 @@ class Block(nnx.Module):
             config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            rope_frequencies=frequencies(config.head_dim, config.rope_theta, scaling) if kind.rotary else None,
-            qkv_bias=kind.qkv_bias or kind.all_bias or config.attention_bias,
-            out_bias=kind.all_bias or config.attention_bias,
-            qk_norm=config.rms_norm_eps if kind.qk_norm else None,
+            rope_frequencies=frequencies(config.head_dim, config.rope_theta, scaling) if traits.rotary else None,
+            qkv_bias=traits.qkv_bias or traits.all_bias or config.attention_bias,
+            out_bias=traits.all_bias or config.attention_bias,
+            qk_norm=config.rms_norm_eps if traits.qk_norm else None,
             sliding_window=config.sliding_window,
             implementation=implementation,
             **shared,
@@ -109,8 +78,8 @@ class Block(nnx.Module):
             config.hidden_size,
             config.intermediate_size,
             activation=config.hidden_act,
-            gated=kind.gated,
-            bias=kind.all_bias or config.mlp_bias,
+            gated=traits.gated,
+            bias=traits.all_bias or config.mlp_bias,
             **shared,
         )
         self.dropout = partial(dropout, rate=config.resid_pdrop, sequence_parallel=sequence_parallel)
@@ -161,7 +130,7 @@ class Transformer(nnx.Module):
             embedding_init=nnx.initializers.normal(config.initializer_range),
             param_dtype=param_dtype,
         )
-        self.positions = None if ARCHITECTURES[config.architecture].rotary else positions(rngs=rngs)
+        self.positions = None if config.traits.rotary else positions(rngs=rngs)
         block = partial(
             Block,
             config,
