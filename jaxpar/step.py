@@ -20,10 +20,14 @@ from jaxpar.collectives import axis_index, psum, varying
 from jaxpar.config import Config
 from jaxpar.layers import specs
 from jaxpar.layers.attention import choose_implementation
+from jaxpar.layers.dropout import example_keys
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, batch_spec
 from jaxpar.models import Transformer, forward
-from jaxpar.models.protocol import Remat
+from jaxpar.models.protocol import Remat, cast
+from jaxpar.pipeline.executor import Executor
+from jaxpar.pipeline.schedules import make_schedule as make_pipeline_schedule
+from jaxpar.pipeline.stacking import Stacking
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 
 Params = dict[str, Any]
@@ -57,6 +61,7 @@ class Program:
     Attributes:
         abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
         batch_sharding: of every array in a batch, `[B/data, T]`.
+        stacking: which layers the rows of stacked parameters hold.
         init: `() -> TrainState`, drawn from the seed, the same on every layout.
         loss_and_grads: `(params, batch, step) -> (loss f32[], grads, tokens f32[])`; grads like params, in float32 or
             wider, both divided by the number of unmasked tokens in the whole batch.
@@ -68,6 +73,7 @@ class Program:
     mesh: Mesh
     abstract_state: TrainState
     batch_sharding: NamedSharding
+    stacking: Stacking
     init: Callable[[], TrainState]
     loss_and_grads: Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -84,17 +90,6 @@ def model_maker(config: Config, platform: str) -> MakeModel:
         param_dtype=config.train.param_dtype,
         rngs=rngs,
     )
-
-
-def cast(params: Params, dtype: Any) -> Params:
-    """Parameters in the dtype of the computation."""
-    return jax.tree.map(lambda p: p.astype(dtype), params)
-
-
-def example_keys(seed: int, step: jax.Array, rows_B: jax.Array) -> jax.Array:
-    """One dropout key per example, from the seed, the step and the example's row in the global batch."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
 
 
 def make_loss(graph: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -140,6 +135,33 @@ def make_loss_and_grads(
     return loss_and_grads
 
 
+def stacking_of(config: Config) -> Stacking:
+    """Which layers run on which pipeline stage, spread as evenly as they go."""
+    parts, layers = config.mesh.pipe * config.parallel.chunks, config.model.num_hidden_layers
+    return Stacking.of([layers // parts + (i < layers % parts) for i in range(parts)], config.mesh.pipe)
+
+
+def in_block_view(config: Config, model: Any, stacking: Stacking, platform: str) -> tuple[Callable, Callable]:
+    """The two functions that run inside `shard_map`: `loss_and_grads(params, batch, step)`, `loss(params, batch)`."""
+    parallel, dtype = config.parallel, config.train.compute_dtype
+    seed = config.train.seed if config.model.resid_pdrop else None
+    shared: dict[str, Any] = {"remat": parallel.remat, "unroll": parallel.unroll, "z_loss": config.train.z_loss}
+    if config.mesh.pipe > 1:
+        executor = Executor(
+            model,
+            make_pipeline_schedule(parallel.schedule, config.mesh.pipe, parallel.microbatches, parallel.chunks),
+            stacking,
+            compute_dtype=dtype,
+            dropout_seed=seed,
+            skip_idle=parallel.idle == "skip" or (parallel.idle == "auto" and platform == "cpu"),
+            **shared,
+        )
+        return executor.loss_and_grads, executor.loss
+    loss = make_loss(nnx.graphdef(model), **shared)
+    grads = make_loss_and_grads(loss, microbatches=parallel.microbatches, compute_dtype=dtype, dropout_seed=seed)
+    return grads, lambda params, batch: loss(cast(params, dtype), batch)
+
+
 def make_train_step(loss_and_grads: Callable, optimizer: optax.GradientTransformation, schedule: Callable) -> Callable:
     """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters."""
 
@@ -183,15 +205,17 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     Raises:
         InputError: when a parameter cannot be split as its layout says.
     """
-    make_model = make_model or model_maker(config, mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    make_model = make_model or model_maker(config, platform)
+    stacking = stacking_of(config)
     abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-    graph = nnx.graphdef(abstract_model)
     param_specs = specs(abstract_model, mesh)
     schedule = make_schedule(config.optimizer)
     optimizer = make_optimizer(config.optimizer, schedule)
 
     def init() -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(make_model(nnx.Rngs(params=config.train.seed)), nnx.Param))
+        model = make_model(nnx.Rngs(params=config.train.seed))
+        params = stacking.arrange(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
@@ -202,18 +226,12 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     rows = batch_spec(mesh)
     batch_sharding = place(rows)
 
-    loss = make_loss(graph, remat=config.parallel.remat, unroll=config.parallel.unroll, z_loss=config.train.z_loss)
-    in_block_view = make_loss_and_grads(
-        loss,
-        microbatches=config.parallel.microbatches,
-        compute_dtype=config.train.compute_dtype,
-        dropout_seed=config.train.seed if config.model.resid_pdrop else None,
-    )
+    grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, platform)
     loss_and_grads = jax.shard_map(
-        in_block_view, mesh=mesh, in_specs=(param_specs, rows, P()), out_specs=(P(), param_specs, P())
+        grads_of_block, mesh=mesh, in_specs=(param_specs, rows, P()), out_specs=(P(), param_specs, P())
     )
     eval_loss = jax.shard_map(
-        lambda params, batch: psum(loss(cast(params, config.train.compute_dtype), batch), DATA),
+        lambda params, batch: psum(loss_of_block(params, batch), DATA),
         mesh=mesh,
         in_specs=(param_specs, rows),
         out_specs=(P(), P()),
@@ -224,6 +242,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, state_shardings
         ),
         batch_sharding=batch_sharding,
+        stacking=stacking,
         init=jax.jit(init, out_shardings=state_shardings),
         loss_and_grads=jax.jit(loss_and_grads),
         train_step=jax.jit(

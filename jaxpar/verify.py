@@ -20,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.config import Config
+from jaxpar.layers.dropout import example_keys
+from jaxpar.models.protocol import cast
 from jaxpar.optimizer import make_optimizer, make_schedule
-from jaxpar.step import Batch, MakeModel, Params, build, cast, example_keys, make_loss, model_maker
+from jaxpar.step import Batch, MakeModel, Params, build, make_loss, model_maker
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
 """Largest accepted relative error by compute dtype: rounding grows with depth and width, mistakes start at 1e-1."""
@@ -120,10 +122,10 @@ def compare(
     program = build(config, mesh, make_model)
     batch = random_batch(config)
     state = program.init()
-    alone = jax.device_put(jax.device_get(state.params), mesh.devices.flat[0])
+    alone = jax.device_put(program.stacking.model_order(jax.device_get(state.params)), mesh.devices.flat[0])
     placed = jax.device_put(batch, program.batch_sharding)
     loss, grads, _ = program.loss_and_grads(state.params, placed, state.step)
-    grads = jax.device_get(grads)
+    grads = program.stacking.model_order(jax.device_get(grads))
     state, metrics = program.train_step(state, placed)
     want_loss, want_grads, want_params = jax.device_get(
         one_device_step(config, make_model, alone, jax.device_put(batch, mesh.devices.flat[0]))
@@ -132,7 +134,9 @@ def compare(
     vanishing = 1e-6 * want_norm
     gradients = _compare_trees("gradient", grads, want_grads, vanishing)
     norms = jax.tree.map(lambda g: float(np.linalg.norm(g)), want_grads)
-    updated = _compare_trees("updated parameter", jax.device_get(state.params), want_params)
+    updated = _compare_trees(
+        "updated parameter", program.stacking.model_order(jax.device_get(state.params)), want_params
+    )
     comparisons = [
         Comparison("loss", "value", _error(loss, want_loss)),
         Comparison("loss in the train step", "value", _error(metrics["loss"], want_loss)),

@@ -25,7 +25,7 @@ SETTINGS = {"model": {"num_hidden_layers": 1}, "optimizer": {"name": "adamw"}}
 
 
 def test_a_right_program_passes(mesh):
-    report = verify.compare(config((2, 2), **SETTINGS), mesh)
+    report = verify.compare(config((2, 1, 2), **SETTINGS), mesh)
     assert report.ok and report.tolerance == 1e-9
     kinds = [c.kind for c in report.comparisons]
     assert kinds.count("gradient") == kinds.count("updated parameter") == 12 and kinds.count("value") == 3
@@ -37,7 +37,7 @@ def test_a_constant_factor_that_adam_hides_is_found(mesh, monkeypatch):
         return loss, tokens, jax.tree.map(lambda g: 2 * g, grads)
 
     monkeypatch.setattr(step, "psum", twice)
-    report = verify.compare(config((2, 2), **SETTINGS), mesh)
+    report = verify.compare(config((2, 1, 2), **SETTINGS), mesh)
     assert not report.ok
     wrong = {c.kind for c in report.comparisons if c.error > report.tolerance}
     assert {"gradient", "value"} <= wrong
@@ -53,7 +53,7 @@ def test_a_missing_sum_of_one_parameter_is_named(mesh, monkeypatch):
         return out if self.bias is None else out + self.bias[...] * (axis_size("tensor") - 1)
 
     monkeypatch.setattr(linear.RowParallelLinear, "__call__", bias_before_sum)
-    settings = config((2, 2), model={"num_hidden_layers": 1, "mlp_bias": True})
+    settings = config((2, 1, 2), model={"num_hidden_layers": 1, "mlp_bias": True})
     report = verify.compare(settings, mesh)
     wrong = [c.name for c in report.comparisons if c.error > 0.5]
     assert not report.ok and "blocks.mlp.down.bias" in wrong
@@ -73,7 +73,7 @@ def test_mean_over_replicas_instead_of_tokens_is_found(mesh, monkeypatch):
         return wrong
 
     monkeypatch.setattr(step, "make_loss", mean_of_replicas)
-    assert not verify.compare(config((2, 2), **SETTINGS), mesh).ok
+    assert not verify.compare(config((2, 1, 2), **SETTINGS), mesh).ok
 
 
 def test_not_a_number_is_an_infinite_error():
@@ -81,7 +81,7 @@ def test_not_a_number_is_an_infinite_error():
 
 
 def test_json_report_and_verdict(mesh, capsys):
-    assert verify.run(config((2, 2), **SETTINGS), mesh, as_json=True)
+    assert verify.run(config((2, 1, 2), **SETTINGS), mesh, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["mesh"] == {"data": 2, "pipe": 1, "tensor": 2}
     assert set(report) == {f.name for f in dataclasses.fields(verify.Report)}
@@ -90,7 +90,7 @@ def test_json_report_and_verdict(mesh, capsys):
 def test_command_exits_1_when_the_two_differ(run_jaxpar, tmp_path):
     """With a tolerance of nothing at all, rounding is a difference."""
     path = tmp_path / "config.yaml"
-    path.write_text(config((2, 1), **SETTINGS).to_yaml())
+    path.write_text(config((2, 1, 1), **SETTINGS).to_yaml())
     good = run_jaxpar(["verify", str(path), "--json"])
     assert good.returncode == 0, good.stderr
     script = "from jaxpar import verify, cli; verify.TOLERANCE['float64'] = 0.0; cli.main()"

@@ -64,7 +64,9 @@ def open_axis(mesh: MeshConfig, devices: int) -> dict[str, int]:
 def problems(config: Config) -> list[str]:
     """One line for each broken rule: the failing equation with its keys and values, why, and the ways out."""
     mesh = list(_mesh(config))
-    sizes = [] if mesh else [*_tensor(config), *_batch(config)]  # on an impossible mesh they would mean nothing
+    sizes = (
+        [] if mesh else [*_tensor(config), *_pipeline(config), *_batch(config)]
+    )  # on an impossible mesh they would mean nothing
     return [*_model(config), *mesh, *sizes, *_optimizer(config), *_data(config)]
 
 
@@ -130,8 +132,6 @@ def _mesh(config: Config) -> Iterator[str]:
     sizes = {"data": m.data, "pipe": m.pipe, "tensor": m.tensor}
     for name in (name for name, size in sizes.items() if size == 0):
         yield f"mesh.{name} = 0, must be at least 1, or -1 for the rest of the devices."
-    if m.pipe not in (0, 1):
-        yield f"mesh.pipe = {m.pipe}, must be 1: pipeline schedules are not part of this version."
     open_names = [name for name, size in sizes.items() if size == -1]
     if len(open_names) > 1:
         yield f"mesh.{' and mesh.'.join(open_names)} are -1, but only one axis can be the rest of the devices. Set one."
@@ -203,6 +203,18 @@ def _tensor(config: Config) -> Iterator[str]:
             "parallel.sequence_parallel splits the sequence over tensor",
             f"sequence_length {multiples(length, tensor)}, tensor {nearest(divisors(length), tensor)}, or "
             f"sequence_parallel false",
+        )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    layers, pipe, chunks = config.model.num_hidden_layers, config.mesh.pipe, config.parallel.chunks
+    if pipe == 1 and chunks > 1:
+        yield f"parallel.chunks {chunks} with mesh.pipe 1: there are no stages to divide. Use chunks 1, or more stages."
+    elif pipe > 0 and pipe * chunks > layers:
+        most = f"chunks {layers // pipe}" if layers >= pipe else f"pipe {layers}"
+        yield (
+            f"mesh.pipe {pipe} × parallel.chunks {chunks} = {pipe * chunks} ≤ model.num_hidden_layers {layers} does "
+            f"not hold: every chunk has a layer. Use {most} or less, or more layers."
         )
 
 

@@ -118,7 +118,7 @@ class MeshConfig(Section):
     data: int = Field(default=1, ge=-1)
     """Replicas that share the batch, at least 1; -1: the rest of the devices."""
     pipe: int = Field(default=1, ge=-1)
-    """Pipeline stages; 1 in this version."""
+    """Pipeline stages that share the layers, at least 1; -1: the rest of the devices."""
     tensor: int = Field(default=1, ge=-1)
     """Devices that share each layer's matrices, at least 1; -1: the rest of the devices."""
     devices: int | None = Field(default=None, ge=1)
@@ -131,6 +131,12 @@ RematName = Literal["query", "key", "value", "attention_context", "attention_out
 class ParallelConfig(Section):
     """How a step is cut into pieces."""
 
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards over pipeline stages: gpipe or 1f1b (interleaved with chunks > 1)."""
+    chunks: int = Field(default=1, ge=1)
+    """Parts of the model on each pipeline stage, at least 1; more make the bubble smaller and messages more."""
+    idle: Literal["auto", "compute", "skip"] = "auto"
+    """What a pipeline stage without work does: compute (on garbage), skip, or auto (skip on CPU, else compute)."""
     microbatches: int = Field(default=1, ge=1)
     """Pieces that each replica's batch is worked through in, at least 1."""
     remat: Literal["none", "dots", "full"] | Annotated[tuple[RematName, ...], BeforeValidator(_listed)] = "none"

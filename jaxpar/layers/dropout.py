@@ -37,3 +37,9 @@ def dropout(x: jax.Array, keys_B: jax.Array | None, rate: float, *, sequence_par
 def fold_in(keys_B: jax.Array | None, number: int | jax.Array) -> jax.Array | None:
     """New keys for a layer, or for a place inside it; None stays None."""
     return None if keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
+
+
+def example_keys(seed: int, step: jax.Array, rows_B: jax.Array) -> jax.Array:
+    """One key per example, from the seed, the step and the example's row in the global batch."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import InputError
+from jaxpar.mesh import PIPE
 
 Initializer = Callable[..., jax.Array]
 STACK = "blocks"
-"""Everything below this name in a model has a leading layer dim (see `jaxpar.models.stack`)."""
+"""Everything below this name in a model has a leading layer dim (see `jaxpar.models.stack`), split over `pipe`."""
 
 
 def specs(module: nnx.Module, mesh: Mesh) -> dict[str, Any]:
@@ -53,9 +54,11 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, Any]:
 def _spec(path: tuple[Any, ...], param: nnx.Variable, sizes: Mapping[str, int]) -> P:
     metadata = param.get_metadata()
     layout = metadata["layout"] if "layout" in metadata else P()
-    stacked = (None,) if path[0] == STACK else ()
+    stage = PIPE if PIPE in sizes and sizes[PIPE] > 1 else None
+    stacked = (stage,) if path[0] == STACK else ()
     dims = [_dim_spec(path, param.shape[len(stacked) + i], axes, metadata, sizes) for i, axes in enumerate(layout)]
-    return P(*stacked, *dims) if dims else P()
+    spec = P(*stacked, *dims)
+    return spec if any(spec) else P()
 
 
 def _dim_spec(path: tuple[Any, ...], dim: int, axes: Any, metadata: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:

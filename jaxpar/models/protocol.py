@@ -127,3 +127,8 @@ def checkpointed(layer: Callable[..., jax.Array], remat: Remat, *, in_scan: bool
     else:
         policy = policies.save_only_these_names(*remat)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_scan)
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """Parameters in the dtype of the computation."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)

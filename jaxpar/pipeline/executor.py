@@ -1,0 +1,325 @@
+"""Runs a schedule table inside `shard_map`: forwards and backwards of microbatches over the stages of `pipe`.
+
+Everything is lockstep: in a tick each stage may do one forward and one backward, and what it sends is used by its
+neighbour in the next tick. Ticks of the same kind are one `lax.scan` with a straight-line body, so a program has one
+copy of the stage per phase whatever the number of microbatches. A stage that has nothing to do in a tick computes on
+garbage, which masks keep out of every sum and every live buffer; or it skips the work with a conditional.
+
+What a forward keeps for its backward is what `jax.vjp` keeps, less the parameters themselves: the leaves of the
+returned function go into a ring buffer of slots, so the remat policy alone decides how large a slot is.
+
+Letters: M microbatches, S stages, v chunks, H rows (layers) of a chunk, b sequences of a microbatch on this replica,
+T tokens, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxpar.collectives import axis_index, psum, shift, varying, varying_axes
+from jaxpar.layers.dropout import example_keys, fold_in
+from jaxpar.layers.layout import STACK
+from jaxpar.losses import cross_entropy
+from jaxpar.mesh import DATA, PIPE
+from jaxpar.models.protocol import Remat, cast, checkpointed
+from jaxpar.pipeline.schedules import Phase, Schedule
+from jaxpar.pipeline.stacking import Stacking
+
+Tree = Any
+IDLE = 0.0
+"""What buffers hold before anything real is in them. Nothing may depend on it: a test puts NaN here."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Loss and gradients of a model under a schedule, in block view.
+
+    Attributes:
+        model: the model, abstract; its parameters come with `blocks` arranged by `stacking`.
+        schedule: the table to run.
+        stacking: which layers are where.
+        remat: what a forward keeps, see `jaxpar.models.forward`.
+        unroll: layers per iteration of the scan over a chunk's layers.
+        z_loss: see `jaxpar.losses.cross_entropy`.
+        compute_dtype: parameters are cast to it once, before the first tick.
+        dropout_seed: None: no dropout.
+        skip_idle: skip idle work with a conditional.
+    """
+
+    model: Any
+    schedule: Schedule
+    stacking: Stacking
+    remat: Remat
+    unroll: int
+    z_loss: float
+    compute_dtype: Any
+    dropout_seed: int | None
+    skip_idle: bool
+
+    def loss_and_grads(self, params: Tree, batch: Tree, step: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+        """Mean loss, its gradients, and the number of tokens, like `jaxpar.step.make_loss_and_grads`."""
+        run = _Run(self, params, batch, step)
+        loss, blocks, rest = run.train()
+        tokens = batch["mask"].sum(dtype=loss.dtype)
+        loss, tokens, grads = psum((loss, tokens, rest | {STACK: blocks}), DATA)
+        count = jnp.maximum(tokens, 1)
+        return loss / count, jax.tree.map(lambda g: g / count, grads), tokens
+
+    def loss(self, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """Loss summed over this replica's tokens, and their number, forward only and without dropout."""
+        run = _Run(self, params, batch, None)
+        loss = run.evaluate()
+        return loss, batch["mask"].sum(dtype=loss.dtype)
+
+
+class _Run:
+    """One call of an `Executor`: its parameters and batch, and what a tick does with them."""
+
+    def __init__(self, executor: Executor, params: Tree, batch: Tree, step: jax.Array | None) -> None:
+        self.e, self.table, self.step = executor, executor.schedule, step
+        ready = varying(cast(params, executor.compute_dtype), DATA)
+        self.blocks = ready[STACK]
+        self.rest = {name: tree for name, tree in ready.items() if name != STACK}
+        self.stage_index = jnp.asarray(axis_index(PIPE))
+        self.replica_rows = batch["tokens"].shape[0]
+        M = self.table.microbatches
+        self.batch = jax.tree.map(lambda x: x.reshape(M, self.replica_rows // M, *x.shape[1:]), batch)
+        self.wide = jnp.promote_types(executor.compute_dtype, jnp.float32)
+        self.first_x = varying(_zeros_of(lambda: self.embed(self.rest, jnp.int32(0))), PIPE) + IDLE
+
+    # ---------------------------------------------------------------- the model's pieces
+
+    def whole_model(self, rest: Tree) -> Any:
+        """The model with these parameters outside its blocks."""
+        return nnx.merge(nnx.graphdef(self.e.model), rest | {STACK: self.blocks})
+
+    def embed(self, rest: Tree, m: jax.Array) -> jax.Array:
+        """Activations of microbatch m, made by all stages together."""
+        return self.whole_model(rest).embed(self.batch["tokens"][jnp.maximum(m, 0)])
+
+    def head_loss(self, rest: Tree, x: jax.Array, m: jax.Array) -> jax.Array:
+        """Loss of microbatch m, summed over its tokens, computed by all stages together."""
+        of_m = jax.tree.map(lambda a: a[jnp.maximum(m, 0)], self.batch)
+        logits = self.whole_model(rest).head(x)
+        return cross_entropy(logits, of_m["targets"], of_m["mask"], z_loss=self.e.z_loss)[0]
+
+    def chunk(self, k: jax.Array) -> Tree:
+        """The parameters of this stage's chunk k."""
+        height = self.e.stacking.height
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, jnp.maximum(k, 0) * height, height), self.blocks)
+
+    def keys(self, m: jax.Array) -> jax.Array | None:
+        """Raw dropout keys of microbatch m's sequences (raw, so that they fit a ring buffer)."""
+        if self.e.dropout_seed is None or self.step is None:
+            return None
+        b = self.replica_rows // self.table.microbatches
+        rows_b = axis_index(DATA) * self.replica_rows + jnp.maximum(m, 0) * b + jnp.arange(b)
+        return jax.random.key_data(example_keys(self.e.dropout_seed, self.step, rows_b))
+
+    def stage(self, blocks: Tree, x: jax.Array, k: jax.Array, keys_b: jax.Array | None) -> jax.Array:
+        """The layers of this stage's chunk k."""
+        layers_SvH = self.e.stacking.table()
+        layers_H = jnp.asarray(layers_SvH)[self.stage_index, jnp.maximum(k, 0)]
+        padded = bool((layers_SvH < 0).any())
+        graph = nnx.graphdef(self.e.model.blocks)
+
+        def layer(x: jax.Array, params: Tree, index: jax.Array) -> jax.Array:
+            keys = None if keys_b is None else fold_in(jax.random.wrap_key_data(keys_b), index)
+            y = self.e.model.block(nnx.merge(graph, params), x, keys)
+            return jnp.where(index >= 0, y, x) if padded else y
+
+        unroll = min(self.e.unroll, len(layers_H))
+        layer = checkpointed(layer, self.e.remat, in_scan=unroll == 1)
+        return lax.scan(lambda x, xs: (layer(x, *xs), None), x, (blocks, layers_H), unroll=unroll)[0]
+
+    # ---------------------------------------------------------------- forward and backward of a stage
+
+    def vjp(self, k: jax.Array, m: jax.Array, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """A forward: its output, and the leaves that its backward needs besides the parameters.
+
+        Leaves of the backward function that *are* parameters (JAX returns them unchanged) are not kept; which they
+        are is remembered, with the function's structure, to put it together again.
+        """
+        blocks, keys_b = self.chunk(k), self.keys(m)
+        y, pull = jax.vjp(lambda blocks, x: self.stage(blocks, x, k, keys_b), blocks, x)
+        leaves, self.pull_structure = jax.tree.flatten(pull)
+        params = jax.tree.leaves(blocks)
+        self.pull_params = [next((i for i, p in enumerate(params) if p is leaf), None) for leaf in leaves]
+        return y, [leaf for leaf, i in zip(leaves, self.pull_params, strict=True) if i is None]
+
+    def forward(self, c: Tree, row: Tree) -> tuple[jax.Array, list[jax.Array]]:
+        """Go forward: this stage's output, and the ring with what its backward needs."""
+        (m, k), slot = row["forward"][self.stage_index], row["forward_slot"][self.stage_index]
+        x = self.stage_input(c, row)
+        y, kept = self.when(m >= 0, lambda: self.vjp(k, m, x))
+        return y, _write(c["ring"], kept, slot)
+
+    def stage_input(self, c: Tree, row: Tree) -> jax.Array:
+        """What this stage's forward starts from: the embedding, or what the stage before has sent."""
+        m, k = row["forward"][0]
+        embedded = self.when((m >= 0) & (k == 0), lambda: self.embed(self.rest, m))
+        first = (self.stage_index == 0) & (row["forward"][self.stage_index, 1] == 0)
+        return jnp.where(first, embedded, c["act"])
+
+    def backward(self, ring: list[jax.Array], row: Tree, gy: jax.Array) -> tuple[Tree, jax.Array]:
+        """Go backward: the gradients of this chunk's parameters (zero where idle) and of the stage's input."""
+        (m, k), slot = row["backward"][self.stage_index], row["backward_slot"][self.stage_index]
+
+        def work() -> tuple[Tree, jax.Array]:
+            params, kept = jax.tree.leaves(self.chunk(k)), iter(_read(ring, slot))
+            leaves = [next(kept) if i is None else params[i] for i in self.pull_params]
+            return jax.tree.unflatten(self.pull_structure, leaves)(gy)
+
+        grads, gx = self.when(m >= 0, work)
+        return jax.tree.map(lambda g: jnp.where(m >= 0, g, 0), grads), gx
+
+    def when(self, active: jax.Array, work: Callable[[], Tree]) -> Tree:
+        """The work; or, where idle work is skipped and this is idle, zeros of its kind."""
+        return lax.cond(active, work, lambda: _zeros_of(work)) if self.e.skip_idle else work()
+
+    # ---------------------------------------------------------------- what all stages do together
+
+    def head(self, outputs: list[jax.Array], row: Tree) -> tuple[jax.Array, Tree, jax.Array]:
+        """The microbatch that leaves the pipeline: its loss, and the gradients of head and activations, or zeros."""
+        m, slot = row["backward"][-1, 0], row["output_slot"][1]
+        last = self.stage_index == self.table.stages - 1
+        x = psum(jnp.where(last & (slot >= 0), _read(outputs, slot)[0], 0), PIPE)
+        loss, (rest, gx) = self.when(
+            slot >= 0, lambda: jax.value_and_grad(self.head_loss, argnums=(0, 1))(self.rest, x, m)
+        )
+        return jax.tree.map(lambda value: jnp.where(slot >= 0, value, 0), (loss, rest, gx))
+
+    def embedding_grads(self, gx: jax.Array, row: Tree) -> Tree:
+        """Gradients of the embedding from that of the first stage's input, or zeros."""
+        m, k = row["backward"][0]
+        starts = (m >= 0) & (k == 0)
+        gx = psum(jnp.where((self.stage_index == 0) & starts, gx, 0), PIPE)
+        return self.when(starts, lambda: jax.vjp(lambda rest: self.embed(rest, m), self.rest)[1](gx)[0])
+
+    # ---------------------------------------------------------------- ticks
+
+    def tick(self, c: Tree, row: Tree, *, phase: Phase, head: bool) -> tuple[Tree, None]:
+        """One tick. Gradients are sent first and travel under the forward, activations travel under the backward."""
+        new = dict(c)
+        gy = shift(c["gx"], PIPE, -1) if phase.backward else c["gx"]
+        if phase.forward:
+            y, new["ring"] = self.forward(c, row)
+            new["outputs"] = _write(c["outputs"], [y], row["output_slot"][0])
+            new["act"] = shift(y, PIPE, 1)
+        if phase.backward:
+            if head:
+                loss, rest, g_out = self.head(new["outputs"], row)
+                new["loss"] += loss
+                new["rest"] = _add(new["rest"], rest)
+                leaves_pipe = (self.stage_index == self.table.stages - 1) & (row["output_slot"][1] >= 0)
+                gy = jnp.where(leaves_pipe, g_out, gy)
+            grads, new["gx"] = self.backward(new["ring"], row, gy)
+            new["blocks"] = self.add_to_chunk(new["blocks"], grads, row["backward"][self.stage_index, 1])
+            new["rest"] = _add(new["rest"], self.embedding_grads(new["gx"], row))
+        # Without the barrier XLA for GPUs moves the forward message into the next tick, where the forward waits for it.
+        new["act"], new["gx"] = lax.optimization_barrier((new["act"], new["gx"]))
+        return _of_kind(new, c), None
+
+    def add_to_chunk(self, total: Tree, grads: Tree, k: jax.Array) -> Tree:
+        """Add one chunk's gradients to those of all chunks of this stage."""
+        start = jnp.maximum(k, 0) * self.e.stacking.height
+
+        def add(total: jax.Array, g: jax.Array) -> jax.Array:
+            old = lax.dynamic_slice_in_dim(total, start, len(g))
+            return lax.dynamic_update_slice_in_dim(total, old + g.astype(total.dtype), start, 0)
+
+        return jax.tree.map(add, total, grads)
+
+    def rows(self, start: int, stop: int) -> Tree:
+        """The table's rows of these ticks, for a scan."""
+        names = ("forward", "backward", "forward_slot", "backward_slot", "output_slot")
+        return {name: jnp.asarray(getattr(self.table, name)[start:stop]) for name in names}
+
+    def train(self) -> tuple[jax.Array, Tree, Tree]:
+        """Run the table: loss summed over tokens, gradients of the blocks, gradients of the rest."""
+        nothing = jnp.int32(0)
+        kept = _zeros_of(lambda: self.vjp(nothing, nothing, self.first_x)[1])
+        accumulator = lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
+        c = {
+            "act": self.first_x,
+            "gx": self.first_x,
+            "ring": _buffers(kept, self.table.slots),
+            "outputs": _buffers([self.first_x], self.table.output_slots),
+            "loss": _zeros_of(
+                lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing)
+            ),
+            "blocks": jax.tree.map(accumulator, self.blocks),
+            "rest": jax.tree.map(accumulator, self.rest),
+        }
+        for phase in self.table.phases:
+            head = bool((self.table.output_slot[phase.start : phase.stop, 1] >= 0).any())
+            c, _ = lax.scan(partial(self.tick, phase=phase, head=head), c, self.rows(phase.start, phase.stop))
+        return c["loss"], c["blocks"], c["rest"]
+
+    def evaluate(self) -> jax.Array:
+        """Run the table's forwards: loss summed over tokens."""
+
+        def tick(c: Tree, row: Tree) -> tuple[Tree, None]:
+            m, k = row["forward"][self.stage_index]
+            x = self.stage_input(c, row)
+            y = self.when(m >= 0, lambda: self.stage(self.chunk(k), x, k, None))
+            m, k = row["forward"][-1]
+            done = (m >= 0) & (k == self.table.chunks - 1)
+            last = self.stage_index == self.table.stages - 1
+            out = psum(jnp.where(last & done, y, 0), PIPE)
+            loss = self.when(done, lambda: self.head_loss(self.rest, out, m))
+            new = {"act": shift(y, PIPE, 1), "loss": c["loss"] + jnp.where(done, loss, 0)}
+            return _of_kind(new, c), None
+
+        nothing = jnp.int32(0)
+        loss = _zeros_of(lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing))
+        ticks = np.flatnonzero((self.table.forward[:, :, 0] >= 0).any(1))
+        c = {"act": self.first_x, "loss": loss}
+        return lax.scan(tick, c, self.rows(int(ticks[0]), int(ticks[-1]) + 1))[0]["loss"]
+
+
+def _zeros_of(work: Callable[[], Tree]) -> Tree:
+    """Zeros of the shapes, dtypes and varying axes of what `work` returns."""
+    axes: list[frozenset[str]] = []
+
+    def traced() -> Tree:
+        out = work()
+        axes.extend(varying_axes(leaf) for leaf in jax.tree.leaves(out))
+        return out
+
+    shapes, structure = jax.tree.flatten(jax.eval_shape(traced))
+    zeros = [varying(jnp.zeros(s.shape, s.dtype), tuple(a)) for s, a in zip(shapes, axes, strict=True)]
+    return jax.tree.unflatten(structure, zeros)
+
+
+def _of_kind(new: Tree, old: Tree) -> Tree:
+    """The new carry of a scan with the types of the old."""
+    return jax.tree.map(lambda n, o: varying(n, tuple(varying_axes(o))), new, old)
+
+
+def _add(total: Tree, new: Tree) -> Tree:
+    return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
+
+
+def _buffers(kinds: list[jax.Array], slots: int) -> list[jax.Array]:
+    """Ring buffers for arrays of these kinds; the one slot more is where idle work goes."""
+    return [varying(jnp.zeros((slots + 1, *a.shape), a.dtype), tuple(varying_axes(a) | {PIPE})) for a in kinds]
+
+
+def _write(buffers: list[jax.Array], values: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
+    """Write to a slot, counted from the end: -1, which stands for idle, is the spare one."""
+    return [
+        lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot % len(b), 0)
+        for b, v in zip(buffers, values, strict=True)
+    ]
+
+
+def _read(buffers: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(b, slot % len(b), 0, keepdims=False) for b in buffers]

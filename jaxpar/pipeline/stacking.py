@@ -1,0 +1,84 @@
+"""How a stack of layers is arranged over pipeline stages.
+
+At rest and on disk the stacked parameters of the blocks are in model order, whatever the layout. In a run their
+leading dim is split over `pipe`, so it is ordered by stage, then chunk, then position in the chunk, and chunks with
+fewer layers than the largest are filled up with rows of zeros that the executor passes over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.layers.layout import STACK
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """Which layer each row of the stacked parameters holds.
+
+    Attributes:
+        layers: L, layers of the model.
+        stages: S.
+        chunks: v, chunks per stage.
+        rows: layer number of each row, or -1 for a row of padding; `stages * chunks * height` of them.
+
+    Example:
+        >>> Stacking.of([2, 1, 1, 1], stages=2)  # layers of each chunk in model order: stage 0, 1, 0, 1
+        Stacking(layers=5, stages=2, chunks=2, rows=(0, 1, 3, -1, 2, -1, 4, -1))
+    """
+
+    layers: int
+    stages: int
+    chunks: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[int], stages: int) -> "Stacking":
+        """Arrange chunks of `counts` layers, given in model order; chunk i runs on stage i mod `stages`."""
+        starts = np.cumsum([0, *counts])
+        height = max(counts)
+        chunk = lambda i: [*range(starts[i], starts[i + 1]), *[-1] * (height - counts[i])]
+        order = [i for stage in range(stages) for i in range(stage, len(counts), stages)]
+        rows = tuple(int(row) for i in order for row in chunk(i))
+        return cls(int(starts[-1]), stages, len(counts) // stages, rows)
+
+    @property
+    def height(self) -> int:
+        """Rows of one chunk."""
+        return len(self.rows) // (self.stages * self.chunks)
+
+    @property
+    def in_model_order(self) -> bool:
+        """Nothing is moved or padded: one stage, or one chunk per stage with equally many layers in each."""
+        return self.rows == tuple(range(self.layers))
+
+    def table(self) -> np.ndarray:
+        """The layer of each row, i32[S, v, height]; -1 is padding."""
+        return np.array(self.rows, np.int32).reshape(self.stages, self.chunks, self.height)
+
+    def arrange(self, tree: Any) -> Any:
+        """From model order `[L, ...]` to rows; every leaf that lies under a key `blocks`."""
+        if self.in_model_order:
+            return tree
+        rows = np.array(self.rows)
+        fill = lambda x: jnp.where((rows >= 0).reshape(-1, *[1] * (x.ndim - 1)), x[np.maximum(rows, 0)], 0)
+        return _on_stacks(lambda x: fill(x).astype(x.dtype), tree)
+
+    def model_order(self, tree: Any) -> Any:
+        """From rows back to model order; the inverse of `arrange`."""
+        if self.in_model_order:
+            return tree
+        row_of = {layer: row for row, layer in enumerate(self.rows)}
+        places = np.array([row_of[layer] for layer in range(self.layers)])
+        return _on_stacks(lambda x: x[places], tree)
+
+
+def _on_stacks(change: Any, tree: Any) -> Any:
+    def at(path: Any, leaf: jax.Array) -> jax.Array:
+        return change(leaf) if any(getattr(key, "key", None) == STACK for key in path) else leaf
+
+    return jax.tree_util.tree_map_with_path(at, tree)
