@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from errno import EACCES, EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS, ESTALE
 from pathlib import Path
@@ -356,3 +357,19 @@ def _quieten_orbax() -> None:
     logger = logging.getLogger("absl")
     if not any(isinstance(present, _NotFromOrbax) for present in logger.filters):
         logger.addFilter(_NotFromOrbax())
+        _drop_late_write_errors()
+
+
+def _drop_late_write_errors() -> None:
+    """Keep tracebacks of a full disk off the console.
+
+    After the first write that fails Orbax closes its event loop. TensorStore's threads then cannot tell it of the
+    others, and each that fails to is printed by `sys.unraisablehook`.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.object is not None or repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
+            before(unraisable)
+
+    sys.unraisablehook = hook

@@ -63,6 +63,32 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command("compile")
+def compile_(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(help="Devices that need not be here: h100:8, h100:8x8 (8 hosts of 8), a100:8, cpu:8.")
+    ] = None,
+    hlo: Annotated[Path | None, typer.Option(help="Write the compiled program's text here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and timeline into this .png, .svg or .pdf.")] = None,
+    xla: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A compiler option; may be given again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a config's train step and report memory, collectives and overlap; exit 1 if it does not fit."""
+    config = load_config(config_file, overrides or ())
+    flags = [flag.partition("=") for flag in xla or ()]
+    if wrong := [name for name, equals, _ in flags if not equals]:
+        raise InputError(f"--xla {wrong[0]}: write NAME=VALUE.")
+    from jaxpar.inspect import command
+
+    flags = {name: value for name, _, value in flags}
+    if not command.run(config, target, hlo_file=hlo, plot_file=plot, compiler_flags=flags, as_json=as_json):
+        raise typer.Exit(1)
+
+
 @app.command("config")
 def show_config(
     config_file: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config file (YAML).")] = None,
@@ -100,6 +126,21 @@ def tokenize(
     _print_summary(tokenize.tokenize_files(inputs, output, tokenizer), as_json)
 
 
+@app.command()
+def schedule(
+    stages: Annotated[int, typer.Option(help="Pipeline stages.", show_default=False)],
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", show_default=False)],
+    name: Annotated[str, typer.Option(help="gpipe or 1f1b; to look at only: zb-h1 or zb-h2.")] = "1f1b",
+    chunks: Annotated[int, typer.Option(help="Model parts per stage; 2 or more interleave.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw into this .png, .svg or .pdf file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a pipeline schedule and print its bubble, live activations and messages."""
+    from jaxpar.pipeline import report
+
+    report.run(name, stages, microbatches, chunks, plot, as_json=as_json)
+
+
 @bench.command("step")
 def bench_step(
     pairs: Annotated[int, typer.Option(min=1, help="Measurements of each program, alternating.")] = 7,
@@ -110,6 +151,17 @@ def bench_step(
     from jaxpar.bench import step
 
     step.run(pairs=pairs, steps=steps, as_json=as_json)
+
+
+@bench.command("pipeline")
+def bench_pipeline(
+    pairs: Annotated[int, typer.Option(min=1, help="Measurements of each program, alternating.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Compare our pipeline with a scanned GPipe and with data parallelism, pair by pair."""
+    from jaxpar.bench import pipeline
+
+    pipeline.run(pairs=pairs, as_json=as_json)
 
 
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:

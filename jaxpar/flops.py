@@ -6,22 +6,12 @@ Letters: L layers, D width, F feed-forward width, H query heads, G key/value hea
 T tokens of a sequence.
 """
 
-import re
 from typing import TYPE_CHECKING
+
+from jaxpar import hardware
 
 if TYPE_CHECKING:
     from jaxpar.config import ModelConfig
-
-# Dense bf16 tensor-core peaks by the word in the device kind that names the chip.
-PEAK_FLOPS_PER_SECOND = {
-    "A100": 312e12,  # NVIDIA A100 datasheet: 312 dense, 624 with sparsity
-    "H100": 989e12,  # NVIDIA H100 SXM datasheet: 1,979 with sparsity, halved
-    "H200": 989e12,  # NVIDIA H200 SXM datasheet: 1,979 with sparsity, halved
-    "B200": 2250e12,  # NVIDIA HGX B200 datasheet: 36,000 with sparsity for 8 GPUs
-    "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet: 360,000 with sparsity for 72 GPUs
-    "B300": 2250e12,  # NVIDIA HGX B300 datasheet: 36,000 with sparsity for 8 GPUs
-}
-SLOWER_BOARDS = {"H100": ("PCIE", "NVL"), "H200": ("NVL",)}  # same chip name, lower clocks: their peak is not listed
 
 
 def parameter_count(model: "ModelConfig") -> int:
@@ -90,10 +80,28 @@ def flops_per_token(model: "ModelConfig", sequence_length: int) -> int:
         ...     num_hidden_layers=2, num_attention_heads=2), sequence_length=8)
         2640
     """
-    matrices = model.num_hidden_layers * _block_matrix_params(model) + model.vocab_size * model.hidden_size
+    head = 3 * 2 * model.vocab_size * model.hidden_size
+    return model.num_hidden_layers * block_flops_per_token(model, sequence_length) + head
+
+
+def block_flops_per_token(model: "ModelConfig", sequence_length: int) -> int:
+    """Count one block's share of `flops_per_token`: all that is not the head's.
+
+    Args:
+        model: sizes and architecture.
+        sequence_length: T, in tokens.
+
+    Returns:
+        3 · (2 · weights of a block's matrices + 4 · H · K · min(T, sliding window)).
+
+    Example:
+        >>> from jaxpar.config import ModelConfig
+        >>> block_flops_per_token(ModelConfig(architecture="llama", vocab_size=10, hidden_size=4, intermediate_size=6,
+        ...     num_hidden_layers=2, num_attention_heads=2), sequence_length=8)
+        1200
+    """
     seen = sequence_length if model.sliding_window is None else min(sequence_length, model.sliding_window)
-    attention = 4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * seen
-    return 3 * (2 * matrices + attention)
+    return 3 * (2 * _block_matrix_params(model) + 4 * model.num_attention_heads * model.head_dim * seen)
 
 
 def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
@@ -105,7 +113,7 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
             on all listed chips, since XLA multiplies float32 matrices in TF32 there unless told otherwise.
 
     Returns:
-        Operations per second, or None for CPUs, float64, and devices that are not in `PEAK_FLOPS_PER_SECOND`.
+        Operations per second, or None for CPUs, float64, and devices that are not in `hardware.DEVICES`.
 
     Example:
         >>> peak_flops_per_second("NVIDIA H200", "bfloat16")
@@ -113,12 +121,10 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
         >>> peak_flops_per_second("cpu", "bfloat16") is None
         True
     """
-    words = re.split(r"[^A-Z0-9]+", device_kind.upper())
-    chips = [chip for chip in PEAK_FLOPS_PER_SECOND if chip in words]
-    share_of_peak = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5}
-    if len(chips) != 1 or dtype not in share_of_peak or set(words) & set(SLOWER_BOARDS.get(chips[0], ())):
+    device = hardware.find(device_kind)
+    if device is None or dtype not in hardware.SHARE_OF_PEAK:
         return None
-    return PEAK_FLOPS_PER_SECOND[chips[0]] * share_of_peak[dtype]
+    return device.flops_per_second * hardware.SHARE_OF_PEAK[dtype]
 
 
 def mfu(tokens_per_second: float, flops_per_token: int, devices: int, peak: float | None) -> float | None:

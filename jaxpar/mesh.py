@@ -5,7 +5,9 @@ stages), `tensor` (partial sums, several times per layer). Devices are ordered s
 fastest: neighbours on `tensor` share a host, and `data` is what crosses hosts.
 """
 
+import importlib.util
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ def use_cpu_devices(count: int) -> None:
     """Give this process `count` virtual CPU devices. Call it before anything else touches JAX's devices.
 
     In a notebook this is the first cell; `jaxpar train` and the other commands call it by themselves. It does
-    nothing to GPUs or TPUs, and nothing when JAX already runs with at least that many CPU devices.
+    nothing to GPUs or TPUs, and nothing when JAX has, or will have, at least that many CPU devices.
 
     Args:
         count: number of virtual devices, at least 1.
@@ -41,6 +43,8 @@ def use_cpu_devices(count: int) -> None:
         True
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        if jax.config.jax_num_cpu_devices >= count:  # pyright: ignore[reportAttributeAccessIssue]  # no stub has it
+            return
         try:
             jax.config.update("jax_num_cpu_devices", count)
             return
@@ -55,6 +59,15 @@ def use_cpu_devices(count: int) -> None:
         )
 
 
+def stay_on_cpu() -> None:
+    """Keep JAX off the GPUs of this machine, so that it can compile for others that are not there.
+
+    With the CUDA plugin installed and no driver, JAX would look for a GPU and complain at length; told to use the CPU
+    alone, it registers the plugin for compiling. Does nothing once JAX runs.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
 def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Build the mesh `(data, pipe, tensor)` with automatic axis types.
 
@@ -62,7 +75,7 @@ def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[A
         data: number of replicas.
         pipe: number of pipeline stages.
         tensor: number of devices that share each layer's matrices.
-        devices: the devices to use; by default the first `data * pipe * tensor` of `jax.devices()` after ordering.
+        devices: the devices to use; by default the first of `jax.devices()`, equally many of every process.
 
     Returns:
         A mesh whose devices are ordered by host, then by id, with `tensor` changing fastest.
@@ -83,8 +96,22 @@ def make_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequence[A
             f"mesh data {data} × pipe {pipe} × tensor {tensor} = {count} devices, but there are {len(available)}. "
             f"Change an axis, or on CPU call use_cpu_devices({count}) before JAX starts."
         )
-    ordered = sorted(available, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))[:count]
+    ordered = sorted(available, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+    if len(ordered) > count:
+        ordered = _first_of_each_process(ordered, count)
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _first_of_each_process(ordered: Sequence[Any], count: int) -> list[Any]:
+    """`count` devices, equally many of every process: one without any could not take part in a step."""
+    each = Counter(device.process_index for device in ordered)
+    if count % len(each) or count // len(each) > min(each.values()):
+        raise InputError(
+            f"{count} of {len(ordered)} devices cannot be taken evenly from {len(each)} processes with {dict(each)} "
+            f"devices. Use as many devices as there are, or a multiple of {len(each)}."
+        )
+    by_process = [[d for d in ordered if d.process_index == process] for process in each]
+    return [device for devices in by_process for device in devices[: count // len(each)]]
 
 
 def batch_spec(mesh: Mesh) -> P:
@@ -115,11 +142,25 @@ def start(config: Config) -> tuple[Config, Mesh]:
         )
     if wanted:
         use_cpu_devices(wanted // processes)
-    if "float64" in (config.train.param_dtype, config.train.compute_dtype):
-        jax.config.update("jax_enable_x64", True)
+    use_config_dtypes(config)
+    if _gpu_plugin_without_driver():
+        stay_on_cpu()
     on_cpu = jax.default_backend() == "cpu"
     config = config.resolve_mesh(wanted if on_cpu and wanted else jax.device_count())
     return config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor)
+
+
+def _gpu_plugin_without_driver() -> bool:
+    """Whether JAX's CUDA plugin is there, as the extras `aot` and `test` bring it, and no NVIDIA driver."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg")  # Linux; Windows' Linux subsystem
+    installed = importlib.util.find_spec("jax_cuda12_plugin") is not None
+    return installed and "JAX_PLATFORMS" not in os.environ and not any(os.path.exists(path) for path in drivers)
+
+
+def use_config_dtypes(config: Config) -> None:
+    """Let JAX have 64-bit types where a config asks for them."""
+    if "float64" in (config.train.param_dtype, config.train.compute_dtype):
+        jax.config.update("jax_enable_x64", True)
 
 
 def _join_processes() -> int:

@@ -22,13 +22,14 @@ from jaxpar.layers import specs
 from jaxpar.layers.attention import choose_implementation
 from jaxpar.layers.dropout import example_keys
 from jaxpar.losses import cross_entropy
-from jaxpar.mesh import DATA, batch_spec
+from jaxpar.mesh import DATA, PIPE, batch_spec
 from jaxpar.models import Transformer, forward
 from jaxpar.models.protocol import Remat, cast
+from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 from jaxpar.pipeline.executor import Executor
+from jaxpar.pipeline.partition import Partition, block_costs, partition
 from jaxpar.pipeline.schedules import make_schedule as make_pipeline_schedule
 from jaxpar.pipeline.stacking import Stacking
-from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -62,6 +63,9 @@ class Program:
         abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
         batch_sharding: of every array in a batch, `[B/data, T]`.
         stacking: which layers the rows of stacked parameters hold.
+        saved_state: like `abstract_state`, with all stacks in model order: what checkpoints hold.
+        to_saved: `(state) -> state` in model order.
+        from_saved: its inverse.
         init: `() -> TrainState`, drawn from the seed, the same on every layout.
         loss_and_grads: `(params, batch, step) -> (loss f32[], grads, tokens f32[])`; grads like params, in float32 or
             wider, both divided by the number of unmasked tokens in the whole batch.
@@ -74,10 +78,13 @@ class Program:
     abstract_state: TrainState
     batch_sharding: NamedSharding
     stacking: Stacking
+    saved_state: TrainState
+    to_saved: Callable[[TrainState], TrainState]
+    from_saved: Callable[[TrainState], TrainState]
     init: Callable[[], TrainState]
-    loss_and_grads: Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+    loss_and_grads: jax.stages.Wrapped
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
 
 
 def model_maker(config: Config, platform: str) -> MakeModel:
@@ -135,10 +142,10 @@ def make_loss_and_grads(
     return loss_and_grads
 
 
-def stacking_of(config: Config) -> Stacking:
-    """Which layers run on which pipeline stage, spread as evenly as they go."""
-    parts, layers = config.mesh.pipe * config.parallel.chunks, config.model.num_hidden_layers
-    return Stacking.of([layers // parts + (i < layers % parts) for i in range(parts)], config.mesh.pipe)
+def partition_of(config: Config) -> Partition:
+    """Which layers run on which pipeline stage: by `parallel.layer_costs`, or by formula."""
+    costs, cut_bytes = block_costs(config.model, config.data.sequence_length)
+    return partition(config.parallel.layer_costs or costs, cut_bytes, config.mesh.pipe, config.parallel.chunks)
 
 
 def in_block_view(config: Config, model: Any, stacking: Stacking, platform: str) -> tuple[Callable, Callable]:
@@ -207,7 +214,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     """
     platform = mesh.devices.flat[0].platform
     make_model = make_model or model_maker(config, platform)
-    stacking = stacking_of(config)
+    stacking = Stacking.of(partition_of(config))
     abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     param_specs = specs(abstract_model, mesh)
     schedule = make_schedule(config.optimizer)
@@ -236,13 +243,17 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         in_specs=(param_specs, rows),
         out_specs=(P(), P()),
     )
+    abstract_state = _placed(shapes, state_shardings)
+    saved_shapes = jax.eval_shape(stacking.model_order, shapes)
+    saved_shardings = jax.tree.map(_evenly, saved_shapes, state_shardings)
     return Program(
         mesh=mesh,
-        abstract_state=jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, state_shardings
-        ),
+        abstract_state=abstract_state,
         batch_sharding=batch_sharding,
         stacking=stacking,
+        saved_state=_placed(saved_shapes, saved_shardings),
+        to_saved=jax.jit(stacking.model_order, out_shardings=saved_shardings),
+        from_saved=jax.jit(stacking.arrange, out_shardings=state_shardings),
         init=jax.jit(init, out_shardings=state_shardings),
         loss_and_grads=jax.jit(loss_and_grads),
         train_step=jax.jit(
@@ -253,3 +264,17 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         ),
         eval_step=jax.jit(eval_loss),
     )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def _evenly(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """The sharding, without `pipe` where a stack in model order does not divide over the stages."""
+    stack, *dims = sharding.spec or (None,)
+    if stack != PIPE or shape.shape[0] % sharding.mesh.shape[PIPE] == 0:
+        return sharding
+    return NamedSharding(sharding.mesh, P(None, *dims))

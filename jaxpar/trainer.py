@@ -28,7 +28,8 @@ from jaxpar.data.sources import Data, open_data
 from jaxpar.flops import flops_per_token, parameter_count, peak_flops_per_second
 from jaxpar.layers.attention import choose_implementation
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
-from jaxpar.step import MakeModel, Program, TrainState, build
+from jaxpar.pipeline.schedules import make_schedule
+from jaxpar.step import MakeModel, Program, TrainState, build, partition_of
 
 
 def train(
@@ -60,7 +61,7 @@ def train(
         resumed = checkpoints.latest_step()
         for line in start_report(config, mesh, data, resumed):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        state = program.init() if resumed is None else checkpoints.restore(program.abstract_state)[0]
+        state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
         if main:
             run_folder.write_config(config, run_dir)
         first = resumed or 0
@@ -180,7 +181,7 @@ class Run:
 
     def _save(self, step: int, state: TrainState) -> None:
         start = time.monotonic()
-        self.checkpoints.save(step, state, config_yaml=self.config.to_yaml(), data_position=step)
+        self.checkpoints.save(step, self.program.to_saved(state), config_yaml=self.config.to_yaml(), data_position=step)
         self.clock.leave_out(time.monotonic() - start)
 
 
@@ -202,8 +203,14 @@ def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) ->
     """What a person wants to know before the first step, a line each."""
     device = mesh.devices.flat[0]
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    yield f"mesh: {axes} = {mesh.size} devices ({device.device_kind}, {jax.process_count()} processes)"
+    processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    yield f"mesh: {axes} = {mesh.size} devices ({device.device_kind}, {processes})"
     yield f"batch: {config.batch_derivation()}"
+    if config.mesh.pipe > 1:
+        schedule = make_schedule(
+            config.parallel.schedule, config.mesh.pipe, config.parallel.microbatches, config.parallel.chunks
+        )
+        yield f"pipeline: {schedule.name}, bubble {schedule.bubble:.1%}; {partition_of(config)}"
     yield from data.summary
     parameters = parameter_count(config.model)
     yield (

@@ -208,6 +208,9 @@ def _tensor(config: Config) -> Iterator[str]:
 
 def _pipeline(config: Config) -> Iterator[str]:
     layers, pipe, chunks = config.model.num_hidden_layers, config.mesh.pipe, config.parallel.chunks
+    costs = config.parallel.layer_costs
+    if costs and len(costs) != layers:
+        yield f"parallel.layer_costs has {len(costs)} numbers, must be one for each of num_hidden_layers {layers}."
     if pipe == 1 and chunks > 1:
         yield f"parallel.chunks {chunks} with mesh.pipe 1: there are no stages to divide. Use chunks 1, or more stages."
     elif pipe > 0 and pipe * chunks > layers:

@@ -135,6 +135,9 @@ class ParallelConfig(Section):
     """Order of forwards and backwards over pipeline stages: gpipe or 1f1b (interleaved with chunks > 1)."""
     chunks: int = Field(default=1, ge=1)
     """Parts of the model on each pipeline stage, at least 1; more make the bubble smaller and messages more."""
+    layer_costs: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    """Time of each layer in any one unit, at least 0, by which layers are spread over stages (`jaxpar bench layers`
+    measures it); default: by formula, all alike."""
     idle: Literal["auto", "compute", "skip"] = "auto"
     """What a pipeline stage without work does: compute (on garbage), skip, or auto (skip on CPU, else compute)."""
     microbatches: int = Field(default=1, ge=1)

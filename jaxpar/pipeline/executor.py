@@ -188,7 +188,7 @@ class _Run:
 
     def head(self, outputs: list[jax.Array], row: Tree) -> tuple[jax.Array, Tree, jax.Array]:
         """The microbatch that leaves the pipeline: its loss, and the gradients of head and activations, or zeros."""
-        m, slot = row["backward"][-1, 0], row["output_slot"][1]
+        m, slot = row["backward"][-1, 0], row["output_read"]
         last = self.stage_index == self.table.stages - 1
         x = psum(jnp.where(last & (slot >= 0), _read(outputs, slot)[0], 0), PIPE)
         loss, (rest, gx) = self.when(
@@ -211,14 +211,14 @@ class _Run:
         gy = shift(c["gx"], PIPE, -1) if phase.backward else c["gx"]
         if phase.forward:
             y, new["ring"] = self.forward(c, row)
-            new["outputs"] = _write(c["outputs"], [y], row["output_slot"][0])
+            new["outputs"] = _write(c["outputs"], [y], row["output_written"])
             new["act"] = shift(y, PIPE, 1)
         if phase.backward:
             if head:
                 loss, rest, g_out = self.head(new["outputs"], row)
                 new["loss"] += loss
                 new["rest"] = _add(new["rest"], rest)
-                leaves_pipe = (self.stage_index == self.table.stages - 1) & (row["output_slot"][1] >= 0)
+                leaves_pipe = (self.stage_index == self.table.stages - 1) & (row["output_read"] >= 0)
                 gy = jnp.where(leaves_pipe, g_out, gy)
             grads, new["gx"] = self.backward(new["ring"], row, gy)
             new["blocks"] = self.add_to_chunk(new["blocks"], grads, row["backward"][self.stage_index, 1])
@@ -237,21 +237,29 @@ class _Run:
 
         return jax.tree.map(add, total, grads)
 
-    def rows(self, start: int, stop: int) -> Tree:
-        """The table's rows of these ticks, for a scan."""
-        names = ("forward", "backward", "forward_slot", "backward_slot", "output_slot")
-        return {name: jnp.asarray(getattr(self.table, name)[start:stop]) for name in names}
+    def rows(self) -> dict[str, np.ndarray]:
+        """The table, tick by tick. Idle forwards write where nothing is; only an idle read is -1."""
+        t = self.table
+        stages = [_idle_slots(t.forward_slot[:, s], t.backward_slot[:, s]) for s in range(t.stages)]
+        return {
+            "forward": t.forward,
+            "backward": t.backward,
+            "forward_slot": np.stack(stages, axis=1),
+            "backward_slot": t.backward_slot,
+            "output_written": _idle_slots(*t.output_slot.T),
+            "output_read": t.output_slot[:, 1],
+        }
 
     def train(self) -> tuple[jax.Array, Tree, Tree]:
         """Run the table: loss summed over tokens, gradients of the blocks, gradients of the rest."""
-        nothing = jnp.int32(0)
+        nothing, rows = jnp.int32(0), self.rows()
         kept = _zeros_of(lambda: self.vjp(nothing, nothing, self.first_x)[1])
         accumulator = lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
         c = {
             "act": self.first_x,
             "gx": self.first_x,
-            "ring": _buffers(kept, self.table.slots),
-            "outputs": _buffers([self.first_x], self.table.output_slots),
+            "ring": _buffers(kept, rows["forward_slot"].max() + 1),
+            "outputs": _buffers([self.first_x], rows["output_written"].max() + 1),
             "loss": _zeros_of(
                 lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing)
             ),
@@ -259,8 +267,9 @@ class _Run:
             "rest": jax.tree.map(accumulator, self.rest),
         }
         for phase in self.table.phases:
-            head = bool((self.table.output_slot[phase.start : phase.stop, 1] >= 0).any())
-            c, _ = lax.scan(partial(self.tick, phase=phase, head=head), c, self.rows(phase.start, phase.stop))
+            head = bool((rows["output_read"][phase.start : phase.stop] >= 0).any())
+            ticks = {name: jnp.asarray(table[phase.start : phase.stop]) for name, table in rows.items()}
+            c, _ = lax.scan(partial(self.tick, phase=phase, head=head), c, ticks)
         return c["loss"], c["blocks"], c["rest"]
 
     def evaluate(self) -> jax.Array:
@@ -280,9 +289,9 @@ class _Run:
 
         nothing = jnp.int32(0)
         loss = _zeros_of(lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing))
-        ticks = np.flatnonzero((self.table.forward[:, :, 0] >= 0).any(1))
-        c = {"act": self.first_x, "loss": loss}
-        return lax.scan(tick, c, self.rows(int(ticks[0]), int(ticks[-1]) + 1))[0]["loss"]
+        stop = max(phase.stop for phase in self.table.phases if phase.forward)
+        rows = {"forward": jnp.asarray(self.table.forward[:stop])}
+        return lax.scan(tick, {"act": self.first_x, "loss": loss}, rows)[0]["loss"]
 
 
 def _zeros_of(work: Callable[[], Tree]) -> Tree:
@@ -308,18 +317,36 @@ def _add(total: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
 
 
+def _idle_slots(written: np.ndarray, read: np.ndarray) -> np.ndarray:
+    """The slots written in each tick, -1 (idle) replaced by the lowest slot that holds nothing then.
+
+    Args:
+        written: i32[ticks], in the order of the ticks.
+        read: i32[ticks]; a slot is free from the tick after it was read.
+    """
+    filled, live = written.copy(), set()
+    for tick, (new, old) in enumerate(zip(written.tolist(), read.tolist(), strict=True)):
+        live |= {new} - {-1}
+        if new < 0:
+            filled[tick] = next(slot for slot in range(len(live) + 1) if slot not in live)
+        live -= {old}
+    return filled
+
+
 def _buffers(kinds: list[jax.Array], slots: int) -> list[jax.Array]:
-    """Ring buffers for arrays of these kinds; the one slot more is where idle work goes."""
-    return [varying(jnp.zeros((slots + 1, *a.shape), a.dtype), tuple(varying_axes(a) | {PIPE})) for a in kinds]
+    """Ring buffers for arrays of these kinds."""
+
+    def buffer(a: jax.Array) -> jax.Array:
+        fill = IDLE if jnp.issubdtype(a.dtype, jnp.floating) else 0
+        return varying(jnp.full((slots, *a.shape), fill, a.dtype), tuple(varying_axes(a) | {PIPE}))
+
+    return [buffer(a) for a in kinds]
 
 
 def _write(buffers: list[jax.Array], values: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """Write to a slot, counted from the end: -1, which stands for idle, is the spare one."""
-    return [
-        lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot % len(b), 0)
-        for b, v in zip(buffers, values, strict=True)
-    ]
+    return [lax.dynamic_update_index_in_dim(b, v, slot, 0) for b, v in zip(buffers, values, strict=True)]
 
 
 def _read(buffers: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(b, slot % len(b), 0, keepdims=False) for b in buffers]
+    """Read a slot; what -1 gives must not be used."""
+    return [lax.dynamic_index_in_dim(b, jnp.maximum(slot, 0), 0, keepdims=False) for b in buffers]

@@ -5,7 +5,7 @@ leading dim is split over `pipe`, so it is ordered by stage, then chunk, then po
 fewer layers than the largest are filled up with rows of zeros that the executor passes over.
 """
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.layers.layout import STACK
+from jaxpar.pipeline.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Stacking:
         rows: layer number of each row, or -1 for a row of padding; `stages * chunks * height` of them.
 
     Example:
-        >>> Stacking.of([2, 1, 1, 1], stages=2)  # layers of each chunk in model order: stage 0, 1, 0, 1
+        >>> Stacking.of(Partition((2, 1, 1, 1), stages=2))  # parts in model order: stage 0, 1, 0, 1
         Stacking(layers=5, stages=2, chunks=2, rows=(0, 1, 3, -1, 2, -1, 4, -1))
     """
 
@@ -37,14 +38,13 @@ class Stacking:
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, counts: Sequence[int], stages: int) -> "Stacking":
-        """Arrange chunks of `counts` layers, given in model order; chunk i runs on stage i mod `stages`."""
-        starts = np.cumsum([0, *counts])
-        height = max(counts)
-        chunk = lambda i: [*range(starts[i], starts[i + 1]), *[-1] * (height - counts[i])]
-        order = [i for stage in range(stages) for i in range(stage, len(counts), stages)]
-        rows = tuple(int(row) for i in order for row in chunk(i))
-        return cls(int(starts[-1]), stages, len(counts) // stages, rows)
+    def of(cls, partition: Partition) -> "Stacking":
+        """Arrange the parts of a partition."""
+        rows: list[int] = []
+        for stage, chunk in itertools.product(range(partition.stages), range(partition.chunks)):
+            layers = partition.layers(chunk, stage)
+            rows += [*layers, *[-1] * (partition.height - len(layers))]
+        return cls(sum(partition.counts), partition.stages, partition.chunks, tuple(rows))
 
     @property
     def height(self) -> int:

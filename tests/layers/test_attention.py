@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +16,7 @@ from jaxpar.config import InputError
 from jaxpar.layers import ParallelAttention, frequencies
 from jaxpar.layers.attention import causal_attention, choose_implementation
 from jaxpar.mesh import make_mesh
+from tests.layers.both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 
 H, K = 8, 6
 ROTARY = frequencies(K, 100.0)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from both_views import B, D, T, assert_same, compare_views, numbers, random_params
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.layers import LearnedPositions, VocabParallelEmbedding, specs
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import VOCAB_AXES, make_mesh
+from tests.layers.both_views import B, D, T, assert_same, compare_views, numbers, random_params
 
 V, MULTIPLE, ROWS = 17, 8, 24
 """Under 8 devices the last two hold padding only, and the one before them both kinds."""

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from both_views import B, D, T, assert_same, numbers, random_params
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +27,7 @@ from jaxpar.layers import (
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import make_mesh
 from jaxpar.models import stack
+from tests.layers.both_views import B, D, T, assert_same, numbers, random_params
 
 V, H, K, F = 19, 8, 6, 12
 

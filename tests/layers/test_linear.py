@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.layers import ColumnParallelLinear, RowParallelLinear
 from jaxpar.mesh import make_mesh
+from tests.layers.both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 
 F = 12
 

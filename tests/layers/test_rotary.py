@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from both_views import assert_same, numbers
 
 from jaxpar.layers import Llama3Scaling, frequencies, rotate
+from tests.layers.both_views import assert_same, numbers
 
 B, T, H, K = 2, 7, 3, 6
 SCALING = Llama3Scaling(

@@ -1,0 +1,285 @@
+"""Whole runs: what they write, killed and resumed ones bit for bit, and steps that are not finite."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import metrics, quick_compiles_env, write_tiny
+
+import jaxpar.cli
+import jaxpar.step
+from jaxpar import trainer
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config, load_config
+from jaxpar.data.sources import open_data
+from jaxpar.mesh import start
+from jaxpar.models import Transformer
+
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "skipped",
+    "skipped_in_a_row",
+    "tokens_per_second",
+    "step_seconds",
+    "peak_memory_bytes",
+}
+WHAT_IS_TRAINED = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+"""The metrics that do not depend on the machine's speed."""
+
+
+NO_EVALUATION = ("train.eval_every=null", "checkpoint.keep=9")
+"""One program less to compile."""
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run computed, without what its speed and memory were."""
+    return [{name: line[name] for name in WHAT_IS_TRAINED if name in line} for line in metrics(run_dir)]
+
+
+def in_process(config_file: Path, *overrides: str, **options: Any) -> dict[str, Any]:
+    """Train in this process; returns the last metrics."""
+    return trainer.train(*start(load_config(config_file, overrides)), **options)
+
+
+def saved_state(config_file: Path, *overrides: str, step: int | None = None) -> Any:
+    """The state in a run's checkpoint, on the host."""
+    config, mesh = start(load_config(config_file, overrides))
+    abstract = jaxpar.step.build(config, mesh).saved_state
+    with Checkpoints(Path(config.train.run_dir) / "checkpoints", config.checkpoint.keep) as checkpoints:
+        return jax.device_get(checkpoints.restore(abstract, step)[0])
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def whole_run(
+    run_jaxpar: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    compile_cache: Path,
+) -> tuple[Path, str]:
+    """The config file of a run that nothing interrupted, and what it printed."""
+    config_file = write_tiny(tmp_path_factory.mktemp("whole"))
+    result = run_jaxpar(["train", config_file, "log.tensorboard=true"], env=quick_compiles_env(compile_cache))
+    assert result.returncode == 0, result.stderr
+    return config_file, result.stdout
+
+
+def test_a_run_learns_and_leaves_its_files(whole_run: tuple[Path, str]):
+    config_file, printed = whole_run
+    run_dir = config_file.parent / "run"
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for line in lines:
+        evaluated = {"validation_loss", "evaluation_seconds"} if line["step"] in (4, 8) else set()
+        assert set(line) == KEYS | evaluated
+        assert line["tokens"] == 8 * 16 and line["skipped"] == line["skipped_in_a_row"] == 0
+        assert line["peak_memory_bytes"] > 10_000_000  # a process that has imported JAX
+    assert lines[0]["tokens_per_second"] is lines[0]["step_seconds"] is None  # that step is mostly compilation
+    for line in lines[1:]:
+        assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(8 * 16, rel=1e-12)  # of one step
+    # Untrained logits are nearly 0: log 257 to within the spread that weights of deviation 0.02 make.
+    assert lines[0]["loss"] == pytest.approx(np.log(257), abs=0.1)
+    losses = [line["loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 4  # the text has 15 letters and the space
+    assert lines[7]["validation_loss"] < lines[3]["validation_loss"] < lines[0]["loss"]
+    assert lines[0]["learning_rate"] == pytest.approx(2e-2) and lines[7]["learning_rate"] < 2e-2  # a falling cosine
+    stored = Config.from_yaml_text((run_dir / "config.yaml").read_text())
+    assert stored == load_config(config_file, ["log.tensorboard=true"]).resolve_mesh(4)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["6", "8"]
+    (events,) = (run_dir / "tensorboard").iterdir()
+    assert np.float32(losses[-1]).tobytes() in events.read_bytes()
+    assert saved_state(config_file).step == 8
+    for said in (
+        "mesh: data 2 × pipe 1 × tensor 2 = 4 devices (cpu, 1 process)",
+        "batch: global_batch 8 = data 2 × microbatches 2 × 2 sequences per microbatch",
+        "from the start",
+        f"step 8/8  loss {losses[-1]:.4g}  validation_loss {lines[7]['validation_loss']:.4g}",
+        f"done: {run_dir} holds metrics.jsonl and checkpoints/8",
+    ):
+        assert said in printed
+
+
+ENDED_AT_STEP_5 = """
+import os, signal, sys, time
+from pathlib import Path
+from jaxpar import cli, trainer
+
+saved, name = Path(sys.argv[1], "checkpoints", "3"), sys.argv[2]
+write = trainer.MetricsWriter.write
+
+def end(self, step, metrics):
+    write(self, step, metrics)
+    if step == 5:
+        while not saved.exists():  # it is written in the background
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.Signals[name])
+
+trainer.MetricsWriter.write = end
+sys.argv = ["jaxpar", "train", *sys.argv[3:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("name", "code", "saved"), [("SIGKILL", -9, 3), ("SIGTERM", 143, 6), ("SIGINT", 130, 6)])
+def test_a_run_ended_from_outside_continues_bit_for_bit(
+    run_jaxpar, whole_run: tuple[Path, str], tmp_path: Path, compile_cache: Path, name: str, code: int, saved: int
+):
+    """SIGKILL ends it at once; SIGTERM and SIGINT after the step that was running, which is saved."""
+    config_file, environment = write_tiny(tmp_path), {**os.environ, **quick_compiles_env(compile_cache)}
+    command = [sys.executable, "-c", ENDED_AT_STEP_5, tmp_path / "run", name, config_file]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, max(5, saved) + 1))
+    if name != "SIGKILL":
+        assert f"stopped by {name} after step 6, which is saved" in ended.stdout
+    with Checkpoints(tmp_path / "run" / "checkpoints", keep=2) as checkpoints:
+        assert checkpoints.latest_step() == saved
+    resumed = run_jaxpar(["train", config_file], env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"continued after step {saved}" in resumed.stdout
+    whole_file, _ = whole_run
+    assert trained(tmp_path / "run") == trained(whole_file.parent / "run")  # floats compared exactly
+    assert same_bits(saved_state(config_file), saved_state(whole_file))
+
+
+def test_a_run_continues_on_another_mesh(tmp_path: Path, quick_compiles: None):
+    """Data 8 to data 2 × tensor 4, with dropout on: in float64 only the order of sums differs."""
+    same = [*NO_EVALUATION, "train.param_dtype=float64", "train.compute_dtype=float64"]
+    data8 = [*same, "mesh.data=8", "mesh.tensor=1", "parallel.microbatches=1"]
+    other = [*same, "mesh.data=2", "mesh.tensor=4", "parallel.sequence_parallel=true"]
+    config_file = write_tiny(tmp_path)
+    in_process(config_file, *data8)
+    whole, want = trained(tmp_path / "run"), saved_state(config_file, *data8)
+    for step in ("6", "8"):
+        (tmp_path / "run" / "checkpoints" / step).rename(tmp_path / step)  # as if it had been killed after step 3
+    in_process(config_file, *other)
+    continued, got = trained(tmp_path / "run"), saved_state(config_file, *other)
+    assert continued[:3] == whole[:3] and len(continued) == 8
+    for now, then in zip(continued[3:], whole[3:], strict=True):
+        assert now == pytest.approx(then, rel=1e-12)  # rounding, 1e-16 in a sum, grown over five steps
+    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
+        # Adam divides by the root of a mean square, in which the rounding of nearly vanishing gradients shows.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+def test_a_finished_run_is_continued_when_it_gets_more_steps(capsys, tmp_path: Path, quick_compiles: None):
+    config_file = write_tiny(tmp_path)
+    in_process(config_file, *NO_EVALUATION, "train.steps=4")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert in_process(config_file, *NO_EVALUATION, "train.steps=4") == {}
+    assert "has already done 4 steps; set train.steps higher" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert in_process(config_file, *NO_EVALUATION, "train.steps=5")["step"] == 5
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_log_every_leaves_lines_out(tmp_path: Path, quick_compiles: None):
+    in_process(write_tiny(tmp_path), "log.every=3", "train.steps=5")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 4, 5]  # 4 is an evaluation, 5 the last
+
+
+POISON, POISON_GRADIENT = 7, 8
+"""Bytes that the text does not have until a test puts them in."""
+
+
+class Poisoned(Transformer):
+    """A model whose loss, or only whose gradient, is NaN on the replica that reads a certain token."""
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        x = super().embed(tokens_BT)
+        one = jnp.where((tokens_BT == POISON_GRADIENT).any(), 0, 1).astype(x.dtype)
+        x = x + (jnp.sqrt(one + 0 * x) - one)  # adds 0; but the slope of a root is infinite at 0
+        return jnp.where((tokens_BT == POISON).any(), jnp.nan, x)
+
+
+def make_poisoned(config: Config) -> jaxpar.step.MakeModel:
+    return lambda rngs: Poisoned(config.model, param_dtype=config.train.param_dtype, rngs=rngs)
+
+
+def poison(config_file: Path, steps: dict[int, int]) -> None:
+    """Put a token into one sequence of each of these steps, found by reading the data as the run will."""
+    text = config_file.parent / "text.txt"
+    data = open_data(load_config(config_file), config_file.parent / "tokens")
+    content = bytearray(text.read_bytes())
+    for step, token in steps.items():
+        window = bytes(data.train.rows(step - 1, [5])["tokens"][0].astype(np.uint8))
+        (start_byte,) = (at for at in range(0, len(content), 16) if content[at : at + 16] == window)
+        content[start_byte + 3] = token
+    text.write_bytes(content)
+
+
+def test_steps_that_are_not_finite_are_passed_over(capsys, tmp_path: Path, quick_compiles: None):
+    """Three bad steps, never too many in a row: each changes nothing but the counters."""
+    config_file = write_tiny(tmp_path)
+    poison(config_file, {2: POISON, 5: POISON_GRADIENT, 6: POISON})
+    settings = [*NO_EVALUATION, "train.max_bad_steps=3", "checkpoint.every=1"]
+    config, mesh = start(load_config(config_file, settings))
+    trainer.train(config, mesh, make_model=make_poisoned(config))
+    lines = metrics(tmp_path / "run")
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 1, 2, 3, 3, 3]
+    assert [line["skipped_in_a_row"] for line in lines] == [0, 1, 0, 0, 1, 2, 0, 0]
+    bad = {2: ["grad_norm", "loss"], 5: ["grad_norm"], 6: ["grad_norm", "loss"]}
+    for line in lines:
+        named = bad.get(line["step"], [])
+        assert sorted(line.get("nonfinite", [])) == named, line
+        assert [name for name in ("grad_norm", "loss") if line[name] is None] == named
+    printed = capsys.readouterr().out
+    said = [f"step {step} was not applied: loss " in printed for step in range(1, 9)]
+    assert said == [step in bad for step in range(1, 9)]
+    states = {step: saved_state(config_file, *settings, step=step) for step in range(1, 9)}
+    for step in range(2, 9):
+        before, after = states[step - 1], states[step]
+        assert after.step == step
+        unchanged = same_bits((before.params, before.opt_state), (after.params, after.opt_state))
+        assert unchanged == (step in bad), step
+    # The schedule advances with the steps that are applied: a passed-over one has the rate of the next.
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[1] == rates[2] and rates[4] == rates[5] == rates[6]
+    assert len(set(rates)) == 5 and rates == sorted(rates, reverse=True)
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None
+):
+    """Through the command line: exit 1, and a checkpoint with the state after the last good step."""
+    config_file = write_tiny(tmp_path)
+    poison(config_file, {1: POISON, **dict.fromkeys(range(3, 9), POISON)})
+    settings = [*NO_EVALUATION, "train.max_bad_steps=3", "checkpoint.every=2"]
+    monkeypatch.setattr(jaxpar.step, "model_maker", lambda config, platform: make_poisoned(config))
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *settings])
+    with pytest.raises(SystemExit) as stop:
+        jaxpar.cli.main()
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    run_dir = tmp_path / "run"
+    assert [line["skipped_in_a_row"] for line in metrics(run_dir)] == [1, 0, 1, 2, 3, 4]  # 6 began before 5 was read
+    for said in (
+        "stopped: 4 steps in a row had a loss or gradient that was not finite (train.max_bad_steps = 3)",
+        f"the last good state is in {run_dir}/checkpoints/6.",
+        "Lower optimizer.learning_rate, set optimizer.clip_norm, or look at the data",
+    ):
+        assert said in error
+    good, saved = (saved_state(config_file, *settings, step=step) for step in (2, 6))
+    assert (saved.step, saved.skipped, saved.skipped_in_a_row) == (6, 5, 4)
+    assert same_bits((good.params, good.opt_state), (saved.params, saved.opt_state))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved.params))
+    # With good data the run goes on from there.
+    monkeypatch.undo()
+    write_tiny(tmp_path)
+    assert in_process(config_file, *settings)["skipped_in_a_row"] == 0
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 9))
