@@ -156,12 +156,32 @@ def bench_step(
 @bench.command("pipeline")
 def bench_pipeline(
     pairs: Annotated[int, typer.Option(min=1, help="Measurements of each program, alternating.")] = 5,
+    memory: Annotated[bool, typer.Option("--memory", help="Instead, what each schedule takes; runs nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare our pipeline with a scanned GPipe and with data parallelism, pair by pair."""
     from jaxpar.bench import pipeline
 
-    pipeline.run(pairs=pairs, as_json=as_json)
+    if memory:
+        pipeline.run_memory(as_json=as_json)
+    else:
+        pipeline.run(pairs=pairs, as_json=as_json)
+
+
+@bench.command("layers")
+def bench_layers(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each layer.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each layer of a config's model costs on one device, for parallel.layer_costs."""
+    config = load_config(config_file, overrides or ())
+    from jaxpar import mesh
+    from jaxpar.bench import layers
+
+    config, _ = mesh.start(config)
+    layers.run(config, repeats=repeats, as_json=as_json)
 
 
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:

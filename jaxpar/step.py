@@ -266,6 +266,13 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     )
 
 
+def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a batch, to compile a program without data."""
+    shape = config.train.global_batch, config.data.sequence_length
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.bool_}
+    return {n: jax.ShapeDtypeStruct(shape, d, sharding=program.batch_sharding) for n, d in dtypes.items()}
+
+
 def _placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings

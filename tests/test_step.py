@@ -16,7 +16,7 @@ from jaxpar import verify
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
 from jaxpar.optimizer import make_optimizer, make_schedule
-from jaxpar.step import Program, build, model_maker
+from jaxpar.step import Program, abstract_batch, build, model_maker
 
 LAYOUTS = [(d, 1, t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]
 TOLERANCE = 1e-9  # what is asked; float64 rounding through three layers is about 1e-15, the smallest real mistake 1e-2
@@ -144,12 +144,7 @@ def one_device_training(settings: Config, batches) -> dict:
 
 def compiled_step(settings: Config):
     built = program(settings)
-    shape = settings.train.global_batch, settings.data.sequence_length
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=built.batch_sharding)
-        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("mask", np.bool_))
-    }
-    return built, built.train_step.lower(built.abstract_state, batch).compile()
+    return built, built.train_step.lower(built.abstract_state, abstract_batch(settings, built)).compile()
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

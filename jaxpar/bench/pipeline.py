@@ -1,5 +1,6 @@
 """`jaxpar bench pipeline`: our pipeline against a scanned GPipe and against data parallelism, pair by pair."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +8,24 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from jaxpar.bench.pairs import compare, cpu_seconds, table
 from jaxpar.bench.scanned_gpipe import scanned_gpipe
 from jaxpar.bench.step import bench_config, our_step
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh, use_cpu_devices
-from jaxpar.step import build
+from jaxpar.step import abstract_batch, build
 from jaxpar.verify import random_batch
 
 SEQUENCES = 2  # in a microbatch
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2))  # and chunks
 
 
-def pipeline_config(microbatches: int, **parallel: Any) -> Config:
-    """Pipe 4, with as many microbatches of two sequences."""
+def pipeline_config(microbatches: int, sequences: int = SEQUENCES, **parallel: Any) -> Config:
+    """Pipe 4, with as many microbatches of so many sequences."""
     settings = {"microbatches": microbatches, **parallel}
-    return bench_config({"pipe": 4}, global_batch=SEQUENCES * microbatches, parallel=settings)
+    return bench_config({"pipe": 4}, global_batch=sequences * microbatches, parallel=settings)
 
 
 def gradients(config: Config, *, opponent: bool = False) -> tuple[Callable[[], Any], float]:
@@ -74,6 +77,44 @@ def bubble(pairs: int, counts: tuple[int, ...] = (4, 8, 16, 32)) -> dict[str, An
     seconds = np.array([[cpu_seconds(call) for call in calls] for _ in range(pairs + 1)][1:])
     slope, intercept = np.polyfit(counts, np.median(seconds, axis=0), 1)
     return {"microbatches": counts, "cpu_seconds": np.median(seconds, axis=0).tolist(), "idle": intercept / slope}
+
+
+def memory(counts: tuple[int, ...] = (8, 32, 64)) -> list[dict[str, Any]]:
+    """Compiled temporary bytes of one device for each schedule × remat × number of microbatches, pipe 4.
+
+    Nothing runs: the figures are the compiler's (`memory_analysis()`), for stages that compute when idle.
+    """
+    rows = []
+    for (schedule, chunks), remat in itertools.product(SCHEDULES, ("none", "dots", "full")):
+        sizes = []
+        for m in counts:
+            parallel = {"schedule": schedule, "chunks": chunks, "remat": remat, "idle": "compute"}
+            config = pipeline_config(m, 2 * SEQUENCES, **parallel)
+            program = build(config, make_mesh(pipe=4))
+            args = program.abstract_state.params, abstract_batch(config, program), jax.ShapeDtypeStruct((), np.int32)
+            analysis = program.loss_and_grads.lower(*args).compile().memory_analysis()
+            assert analysis is not None, "every backend that jaxpar runs on tells"
+            sizes.append(analysis.temp_size_in_bytes)
+        rows.append(
+            {"schedule": schedule, "chunks": chunks, "remat": remat, "microbatches": counts, "temp_bytes": sizes}
+        )
+    return rows
+
+
+def run_memory(*, as_json: bool = False) -> None:
+    """Print `memory` as a table or JSON."""
+    use_cpu_devices(8)
+    rows = memory()
+    if as_json:
+        print(json.dumps(rows))
+        return
+    out = Table(title="Temporaries of one device in MB by number of microbatches of 4 sequences, pipe 4")
+    for column in ("schedule", "chunks", "remat", *map(str, rows[0]["microbatches"])):
+        out.add_column(column)
+    for row in rows:
+        sizes = (f"{size / 1e6:.1f}" for size in row["temp_bytes"])
+        out.add_row(row["schedule"], str(row["chunks"]), row["remat"], *sizes)
+    Console().print(out)
 
 
 def run(*, pairs: int = 5, as_json: bool = False) -> None:

@@ -108,7 +108,7 @@ CALLS = ("body", "calls", "to_apply", "branch_computations", "true_computation",
 
 
 def _hide(flying: Iterable[Execution], seconds: float) -> float:
-    """Spend time on the collectives in flight, the one that started first before the others; gives back what is left."""
+    """Spend time on the collectives in flight, the one that started first before the others; returns what is left."""
     for execution in flying:
         spent = min(seconds, execution.exposed_seconds)
         execution.exposed_seconds -= spent

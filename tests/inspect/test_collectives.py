@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hand_counted
 import jax
 import numpy as np
 import pytest
-import hand_counted
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P

@@ -75,7 +75,8 @@ LOOP = """%condition (s: s32[]) -> pred[] {{
 }}
 
 """
-WHILE = '  %loop = f32[250]{{0}} while(%y), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"{0}"}}}}\n'
+WHILE = "  %loop = f32[250]{{0}} while(%y), condition=%condition, body=%body, "
+WHILE += 'backend_config={{"known_trip_count":{{"n":"{0}"}}}}\n'
 
 
 def test_a_loop_counts_by_its_trips_and_not_for_what_hides_inside_it():

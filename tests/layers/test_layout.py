@@ -45,7 +45,7 @@ def test_every_layer_says_where_it_lives():
     split = {"weight": column, "bias": bias}
     out = {"weight": row, "bias": P()}
     assert specs(attention(), mesh) == {"query": split, "key": split, "value": split, "out": out}
-    copied = {"weight": P(None, None), "bias": P(None)}
+    copied = {"weight": P(), "bias": P()}
     assert specs(attention(num_kv_heads=2), mesh) == {"query": split, "key": copied, "value": copied, "out": out}
 
 
@@ -54,9 +54,9 @@ def test_the_vocabulary_is_split_over_pipe_and_tensor():
     assert specs(layer, make_mesh(1, 2, 4)) == {"weight": P(("pipe", "tensor"), None)}
     assert specs(layer, make_mesh(2, 1, 4)) == {"weight": P("tensor", None)}
     assert specs(layer, make_mesh(2, 2, 1)) == {"weight": P("pipe", None)}
-    assert specs(layer, make_mesh(8, 1, 1)) == {"weight": P(None, None)}
+    assert specs(layer, make_mesh(8, 1, 1)) == {"weight": P()}
     other = Mesh(np.array(jax.devices()[:4]), ("rows",), axis_types=(AxisType.Auto,))
-    assert specs(layer, other) == {"weight": P(None, None)}
+    assert specs(layer, other) == {"weight": P()}
 
 
 def test_stacked_layers_have_a_dim_in_front():
@@ -64,9 +64,12 @@ def test_stacked_layers_have_a_dim_in_front():
         def __init__(self) -> None:
             self.blocks = stack(lambda rngs: ColumnParallelLinear(D, F, bias=True, rngs=rngs), 3, nnx.Rngs(0))
 
-    assert specs(Model(), make_mesh(tensor=4)) == {
-        "blocks": {"weight": P(None, None, "tensor"), "bias": P(None, "tensor")}
-    }
+    layout = {"weight": P(None, None, "tensor"), "bias": P(None, "tensor")}
+    assert specs(Model(), make_mesh(2, 1, 4)) == {"blocks": layout}
+    assert specs(Model(), make_mesh(8, 1, 1)) == {"blocks": {"weight": P(), "bias": P()}}
+    # Over the stages, each of which has its own layers.
+    layout = {"weight": P("pipe", None, "tensor"), "bias": P("pipe", "tensor")}
+    assert specs(Model(), make_mesh(1, 2, 4)) == {"blocks": layout}
 
 
 def test_abstract_modules_will_do():

@@ -14,7 +14,7 @@ from jaxpar import verify
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.pipeline import executor
 from jaxpar.pipeline.stacking import Stacking
-from jaxpar.step import in_block_view, partition_of
+from jaxpar.step import abstract_batch, in_block_view, partition_of
 from tests.test_step import assert_parity, config, program
 
 LAYOUTS = [(4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (1, 2, 4)]  # with pipe; the others are in test_step
@@ -108,13 +108,8 @@ def test_evaluation_equals_one_device(schedule, chunks):
 
 def compiled_gradients(settings):
     built = program(settings)
-    shape = settings.train.global_batch, settings.data.sequence_length
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=built.batch_sharding)
-        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("mask", np.bool_))
-    }
     step = jax.ShapeDtypeStruct((), np.int32)
-    return built.loss_and_grads.lower(built.abstract_state.params, batch, step).compile()
+    return built.loss_and_grads.lower(built.abstract_state.params, abstract_batch(settings, built), step).compile()
 
 
 def temporaries(microbatches, **parallel):

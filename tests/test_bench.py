@@ -1,0 +1,30 @@
+"""`jaxpar bench step`, once and quickly; the promised ratio is for a quiet machine and more pairs."""
+
+import json
+
+import pytest
+
+from jaxpar.bench.step import LAYOUTS, bench_config
+from jaxpar.flops import parameter_count
+
+
+def test_the_measured_model_is_the_one_that_is_promised():
+    config = bench_config({"data": 8, "tensor": 1})
+    assert 7.5e6 < parameter_count(config.model) < 8.5e6
+    m = config.model
+    assert (m.hidden_size, m.num_hidden_layers, m.intermediate_size, m.vocab_size) == (256, 8, 704, 2048)
+    assert (config.data.sequence_length, config.train.global_batch, config.train.compute_dtype) == (128, 16, "float32")
+    assert {"data": 8, "tensor": 1} in LAYOUTS and {"data": 1, "tensor": 8} in LAYOUTS
+
+
+@pytest.mark.slow
+def test_bench_step_prints_json(run_jaxpar):
+    result = run_jaxpar(["bench", "step", "--json", "--pairs", "1", "--steps", "1"], env={"JAX_PLATFORMS": "cpu"})
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)  # nothing else is printed there
+    assert [row["mesh"] for row in rows] == list(LAYOUTS)
+    for row in rows:
+        assert row["jaxpar_cpu_seconds"] > 0.01 and row["other_cpu_seconds"] > 0.01  # 8M parameters take their time
+        assert row["ratios"] == [row["ratio"]]
+        assert row["ratio"] == pytest.approx(row["jaxpar_cpu_seconds"] / row["other_cpu_seconds"])
+        assert row["ratio"] < 1.5  # one step each: a ratio of 1 varies by some tenths
