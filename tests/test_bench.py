@@ -2,19 +2,28 @@
 
 import json
 
+import jax
 import pytest
+from flax import nnx
 
+from jaxpar.bench.plain import PlainModel
 from jaxpar.bench.step import LAYOUTS, bench_config
 from jaxpar.flops import parameter_count
 
 
 def test_the_measured_model_is_the_one_that_is_promised():
     config = bench_config({"data": 8, "tensor": 1})
-    assert 7.5e6 < parameter_count(config.model) < 8.5e6
+    assert 7e6 < parameter_count(config.model) < 9e6
     m = config.model
     assert (m.hidden_size, m.num_hidden_layers, m.intermediate_size, m.vocab_size) == (256, 8, 704, 2048)
     assert (config.data.sequence_length, config.train.global_batch, config.train.compute_dtype) == (128, 16, "float32")
     assert {"data": 8, "tensor": 1} in LAYOUTS and {"data": 1, "tensor": 8} in LAYOUTS
+
+
+def test_the_opponent_has_the_same_parameters():
+    config = bench_config({"data": 1, "tensor": 8}).model
+    plain = nnx.state(nnx.eval_shape(lambda: PlainModel(config, nnx.Rngs(0))), nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(plain)) == parameter_count(config)
 
 
 @pytest.mark.slow

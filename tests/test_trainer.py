@@ -258,8 +258,8 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
 ):
     """Through the command line: exit 1, and a checkpoint with the state after the last good step."""
     config_file = write_tiny(tmp_path)
-    poison(config_file, {1: POISON, **dict.fromkeys(range(3, 9), POISON)})
-    settings = [*NO_EVALUATION, "train.max_bad_steps=3", "checkpoint.every=2"]
+    poison(config_file, {1: POISON, **dict.fromkeys(range(4, 11), POISON)})
+    settings = [*NO_EVALUATION, "train.steps=10", "train.max_bad_steps=4", "checkpoint.every=3"]
     monkeypatch.setattr(jaxpar.step, "model_maker", lambda config, platform: make_poisoned(config))
     monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *settings])
     with pytest.raises(SystemExit) as stop:
@@ -267,19 +267,20 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
     assert stop.value.code == 1
     error = capsys.readouterr().err
     run_dir = tmp_path / "run"
-    assert [line["skipped_in_a_row"] for line in metrics(run_dir)] == [1, 0, 1, 2, 3, 4]  # 6 began before 5 was read
+    # Step 8 had begun when the metrics of step 7, the fourth in a row, were read.
+    assert [line["skipped_in_a_row"] for line in metrics(run_dir)] == [1, 0, 0, 1, 2, 3, 4, 5]
     for said in (
-        "stopped: 4 steps in a row had a loss or gradient that was not finite (train.max_bad_steps = 3)",
-        f"the last good state is in {run_dir}/checkpoints/6.",
+        "stopped: 5 steps in a row had a loss or gradient that was not finite (train.max_bad_steps = 4)",
+        f"the last good state is in {run_dir}/checkpoints/8.",
         "Lower optimizer.learning_rate, set optimizer.clip_norm, or look at the data",
     ):
         assert said in error
-    good, saved = (saved_state(config_file, *settings, step=step) for step in (2, 6))
-    assert (saved.step, saved.skipped, saved.skipped_in_a_row) == (6, 5, 4)
+    good, saved = (saved_state(config_file, *settings, step=step) for step in (3, 8))
+    assert (saved.step, saved.skipped, saved.skipped_in_a_row) == (8, 6, 5)
     assert same_bits((good.params, good.opt_state), (saved.params, saved.opt_state))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved.params))
     # With good data the run goes on from there.
     monkeypatch.undo()
     write_tiny(tmp_path)
     assert in_process(config_file, *settings)["skipped_in_a_row"] == 0
-    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 9))
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 11))

@@ -27,7 +27,7 @@ def run(
             raise InputError(f"{file}: there is no folder {file.parent}.")
     step = compile_step(config, target, compiler_flags=compiler_flags)
     if hlo_file:
-        hlo_file.write_text(step.compiled.as_text(), encoding="utf-8")
+        hlo_file.write_text(step.compiled.as_text() or "", encoding="utf-8")
     if plot_file:
         from jaxpar.inspect.plot import draw
 

@@ -78,6 +78,7 @@ def memory(compiled: jax.stages.Compiled, parts: Mapping[str, int], device_bytes
         device_bytes: memory of the device.
     """
     stats = compiled.memory_analysis()
+    assert stats is not None, "XLA tells of every program that it has compiled"
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
         arguments_bytes=stats.argument_size_in_bytes,

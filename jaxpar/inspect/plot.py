@@ -1,21 +1,17 @@
 """The report as a picture: memory as a stacked bar, and the step's timeline in schedule order."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxpar import hardware
-from jaxpar.inspect import hlo
-from jaxpar.inspect.collectives import Places
 from jaxpar.inspect.memory import Memory
-from jaxpar.inspect.overlap import Schedule
 from jaxpar.inspect.printing import percent, quantity
-from jaxpar.inspect.roofline import Roofline
-from jaxpar.inspect.summary import Report
+from jaxpar.inspect.summary import Report, read_schedule
 from jaxpar.inspect.timeline import MATRICES, OTHER, Timeline
 
 MEMORY_COLORS = {
@@ -41,16 +37,16 @@ def draw(report: Report, compiled: jax.stages.Compiled, mesh: Mesh, file: Path) 
         mesh: its mesh.
         file: is written over.
     """
-    roofline = Roofline(hlo.parse(compiled.as_text()), hardware.find(mesh.devices.flat[0].device_kind))
+    schedule = read_schedule(compiled, mesh)
     figure = Figure(figsize=(14, 7.5), layout="constrained")
-    memory_side, time_side = figure.subfigures(1, 2, width_ratios=(1, 4))
+    memory_side, time_side = cast(np.ndarray, figure.subfigures(1, 2, width_ratios=(1, 4)))
     axes = " × ".join(f"{name} {size}" for name, size in report.mesh.items())
     figure.suptitle(f"One device of {report.target}, mesh {axes}")
     draw_memory(memory_side.subplots(), report.memory)
-    if roofline.device is None:
+    if schedule.roofline.device is None:
         time_side.text(0.5, 0.5, "no timeline: this device's rates are not known", ha="center", va="center")
     else:
-        timeline = Timeline(Schedule(roofline.module, Places(mesh), roofline))
+        timeline = Timeline(schedule)
         across = {f"{row.op} over {' × '.join(row.axes)}" for row in report.collectives if row.crosses_hosts}
         whole, detail = time_side.subplots(2, 1)
         draw_timeline(whole, timeline, across, (0, timeline.seconds))

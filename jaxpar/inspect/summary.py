@@ -110,6 +110,15 @@ class Report:
         return values | {"fits": self.fits}
 
 
+def read_schedule(compiled: jax.stages.Compiled, mesh: Mesh) -> Schedule:
+    """Read a compiled function's schedule, with its collectives placed on the mesh and its operations costed."""
+    text = compiled.as_text()
+    assert text is not None, "XLA gives the text of every program that it has compiled"
+    module = hlo.parse(text)
+    device = hardware.find(mesh.devices.flat[0].device_kind)
+    return Schedule(module, Places(mesh), Roofline(module, device))
+
+
 def report(
     compiled: jax.stages.Compiled,
     mesh: Mesh,
@@ -144,14 +153,13 @@ def report(
         >>> row.op, row.axes, row.count_per_step, row.buffer_bytes_per_step, row.wire_bytes_per_step
         ('all-reduce', ('tensor',), 1, 800, 1200.0)
     """
-    kind = mesh.devices.flat[0].device_kind
-    device = hardware.find(kind)
-    roofline = Roofline(hlo.parse(compiled.as_text()), device)
-    schedule = Schedule(roofline.module, Places(mesh), roofline)
+    schedule = read_schedule(compiled, mesh)
+    roofline = schedule.roofline
+    device = roofline.device
     cost = roofline.computation(roofline.module.entry.name)
     rows = collective_rows(schedule.executions, device)
     return Report(
-        target=target or f"{mesh.size} × {kind}",
+        target=target or f"{mesh.size} × {mesh.devices.flat[0].device_kind}",
         mesh=dict(mesh.shape),
         memory=memory(compiled, memory_parts or {}, device.memory_bytes if device else None),
         largest_values=largest_values(roofline.module),

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.layers import ParallelMLP
+from jaxpar.layers.mlp import ACTIVATIONS as LAYERS_ACTIVATIONS
 from jaxpar.mesh import make_mesh
 from tests.layers.both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 
@@ -57,6 +59,23 @@ def test_the_formula(activation: str, gated: bool):
     act = ACTIVATIONS[activation]
     hidden = act(linear("gate", x)) * linear("up", x) if gated else act(linear("up", x))
     assert_same(nnx.merge(nnx.graphdef(layer), params)(x), linear("down", hidden))
+
+
+def test_the_derivative_of_gelu():
+    """Written out in the layer: against central differences of the formula, and JAX's own in bfloat16."""
+    x = np.linspace(-4, 4, 41)
+    step = 1e-5
+    gelu = ACTIVATIONS["gelu"]
+    want = (gelu(x + step) - gelu(x - step)) / (2 * step)
+    got = jax.vmap(jax.grad(LAYERS_ACTIVATIONS["gelu"]))(x)
+    # The step squared times a third derivative below 1, and rounding divided by the step.
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+    low = jnp.asarray(x, jnp.bfloat16)
+    own = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(low)
+    got = jax.vmap(jax.grad(LAYERS_ACTIVATIONS["gelu"]))(low)
+    assert got.dtype == jnp.bfloat16
+    # Three roundings to 8 bits of numbers up to 1.2.
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(own, np.float32), rtol=0, atol=3 * 2**-8)
 
 
 def test_initial_weights():
