@@ -11,6 +11,7 @@ from jaxpar.inspect import printing
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "data.sequence_length=16"]
+SMALL += ["mesh.data=4", "mesh.pipe=1", "mesh.tensor=2", "parallel.chunks=1", "parallel.microbatches=2"]
 MEMORY_KEYS = {
     "parameters_bytes",
     "gradients_bytes",
