@@ -29,7 +29,8 @@ def compare(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, labe
         `jaxpar_cpu_seconds` and `other_cpu_seconds`, medians; `ratio`, the median over pairs of jaxpar over the
         other; `ratios`, all of them.
     """
-    ours(), theirs()
+    ours()
+    theirs()
     times: dict[bool, list[float]] = {True: [], False: []}
     for pair in track(range(pairs), label, console=Console(stderr=True), transient=True):
         for mine in (True, False) if pair % 2 else (False, True):  # neither always runs on the warmer cache

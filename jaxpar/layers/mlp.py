@@ -24,7 +24,7 @@ from jaxpar.mesh import TENSOR
 def exact_gelu(x: jax.Array) -> jax.Array:
     """`x Φ(x)` with the normal distribution's Φ (arXiv:1606.08415).
 
-    Its derivative is written out because jax 0.12 cannot differentiate `erfc` in block view on CPU ("Primitive
+    Its derivative is written out because jax 0.12 cannot differentiate `erf` and `erfc` in block view ("Primitive
     polynomial requires varying manual axes to match").
     """
     return jax.nn.gelu(x, approximate=False)
