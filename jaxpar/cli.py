@@ -207,7 +207,8 @@ def _fail(label: str, text: str, exit_code: int) -> None:
     from rich.text import Text
 
     line = Text.assemble((f"{label}: ", "bold red"), text)
-    Console(stderr=True).print(line, soft_wrap=True)
+    console = Console(stderr=True)
+    console.print(line, soft_wrap=not console.is_terminal)  # in a file each line stays one line
     sys.exit(exit_code)
 
 

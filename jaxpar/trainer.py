@@ -60,7 +60,7 @@ def train(
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         resumed = checkpoints.latest_step()
         for line in start_report(config, mesh, data, resumed):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            _say(console, line)
         state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
         if main:
             run_folder.write_config(config, run_dir)
@@ -76,12 +76,19 @@ def train(
         with _asked_to_stop() as signals:
             last = run.steps(state, batches, first, signals)
         checkpoints.wait()
-    done = f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}"
-    console.print(done, markup=False, highlight=False, soft_wrap=True)
+    _say(console, f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}")
     return last
 
 
-SHOWN = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+SHOWN = {
+    "loss": ".4f",
+    "validation_loss": ".4f",
+    "grad_norm": ".3g",
+    "learning_rate": ".3g",
+    "tokens_per_second": ",.0f",
+    "mfu": ".1%",
+}
+"""The metrics printed now and then, with their formats."""
 NO_RATES = {"tokens_per_second": None, "step_seconds": None}
 """Of the first step after a start, which is when compilation happens."""
 NOTHING: Mapping[str, float] = {}
@@ -145,7 +152,8 @@ class Run:
             if stop:
                 self.checkpoints.wait()
                 name = signal.Signals(stop).name
-                self._say(f"stopped by {name} after step {step}, which is saved; the same command continues there")
+                text = f"stopped by {name} after step {step}, which is saved; the same command continues there"
+                _say(self.bar.console, text)
                 raise SystemExit(128 + stop)
         return self.last
 
@@ -166,15 +174,13 @@ class Run:
         self.bar.update(self.task, description="training", completed=step, loss=f"loss {values['loss']:.4f}")
         regular = step % max(1, train.steps // 20) == 0 or step == 1
         if validation or (regular and not self.bar.console.is_terminal):
-            shown = ((name, self.last.get(name)) for name in SHOWN)
-            text = "  ".join(f"{name} {value:.4g}" for name, value in shown if value is not None)
-            self._say(f"step {step}/{train.steps}  {text}")
+            shown = {name: self.last[name] for name in SHOWN if self.last.get(name) is not None}
+            text = "  ".join(f"{name} {value:{SHOWN[name]}}" for name, value in shown.items())
+            _say(self.bar.console, f"step {step}/{train.steps}  {text}")
         if bad:
-            self._say(f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}")
+            text = f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}"
+            _say(self.bar.console, text)
         return bad
-
-    def _say(self, text: str) -> None:
-        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.config.train.steps or bool(every and step % every == 0)
@@ -229,6 +235,11 @@ def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) ->
         yield f"run: {config.train.run_dir} has already done {resumed} steps; set train.steps higher to continue it"
 
 
+def _say(console: Console, text: str) -> None:
+    """Print a line as it is; on a terminal it wraps between words, in a file it stays one line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
 def _progress(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description}"),
@@ -236,7 +247,9 @@ def _progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
+        TextColumn("elapsed,"),
         TimeRemainingColumn(),
+        TextColumn("left"),
     )
     return Progress(*columns, console=console, disable=not console.is_terminal)
 

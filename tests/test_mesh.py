@@ -2,9 +2,13 @@
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import jax
 import pytest
 from tiny_run import metrics, quick_compiles_env, write_tiny
 
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config, InputError, load_config
 from jaxpar.mesh import AXES, batch_spec, make_mesh, start, use_cpu_devices
 
@@ -140,7 +145,8 @@ def test_start_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="16 CPU devices are needed, but JAX already runs with 8"):
         start(load_config(config, ["mesh.data=8", "train.global_batch=16"]))
     with pytest.raises(InputError, match=r"mesh.devices 8 % \(mesh.pipe 1 × mesh.tensor 3\) = 2, must be 0"):
-        start(load_config(config, ["mesh.data=-1", "mesh.tensor=3"]))
+        three = ["model.hidden_size=24", "model.num_attention_heads=6", "model.num_key_value_heads=3"]
+        start(load_config(config, [*three, "mesh.data=-1", "mesh.tensor=3"]))
     with pytest.raises(InputError, match=r"train.global_batch 8 % \(mesh.data 8 × parallel.microbatches 2\) = 8"):
         start(load_config(config, ["mesh.data=-1", "mesh.tensor=1"]))
     for given in ({"JAX_NUM_PROCESSES": "2"}, {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "two"}):
@@ -157,10 +163,10 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def train_in_two_processes(config: Path, compile_cache: Path, seconds: float) -> list[tuple[int, str]]:
-    """Run `jaxpar train` twice, joined over loopback, with 4 virtual devices each; exit codes and outputs."""
+@contextmanager
+def two_processes(compile_cache: Path, *args: str | Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """`jaxpar train ARGS...` twice, joined over loopback, with half of the virtual devices each."""
     address = f"127.0.0.1:{free_port()}"
-    command = [Path(sys.executable).with_name("jaxpar"), "train", config]
     together = {
         **os.environ,
         **quick_compiles_env(compile_cache),
@@ -168,38 +174,66 @@ def train_in_two_processes(config: Path, compile_cache: Path, seconds: float) ->
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": "2",
     }
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [subprocess.Popen(command, env={**together, "JAX_PROCESS_ID": str(i)}, **pipe) for i in (0, 1)]
+    started = [
+        subprocess.Popen(
+            [Path(sys.executable).with_name("jaxpar"), "train", *args],
+            env={**together, "JAX_PROCESS_ID": str(process_id)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process_id in (0, 1)
+    ]
     try:
-        outputs = [process.communicate(timeout=seconds)[0] for process in started]
+        yield started
     finally:
         for process in started:
             process.kill()
-            process.wait()
-    return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
+            process.communicate()
+
+
+def write_eight(folder: Path) -> Path:
+    """The tiny config on data 4 × tensor 2."""
+    folder.mkdir()
+    config = write_tiny(folder)
+    config.write_text(config.read_text().replace("mesh: {data: 2, tensor: 2}", "mesh: {data: 4, tensor: 2}"))
+    return config
 
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(run_jaxpar, tmp_path: Path, compile_cache: Path):
     """Two processes with 4 devices each make the same steps, files and checkpoint as one with 8."""
-    runs = {}
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        config = write_tiny(tmp_path / name)
-        text = config.read_text().replace("mesh: {data: 2, tensor: 2}", "mesh: {data: 4, tensor: 2}")
-        config.write_text(text.replace("steps: 8", "steps: 2").replace("eval_every: 4", "eval_every: 2"))
-        runs[name] = config
-    alone = run_jaxpar(["train", runs["one"]], env=quick_compiles_env(compile_cache), timeout_seconds=120)
+    short = ["train.steps=2", "train.eval_every=2"]
+    alone = run_jaxpar(["train", write_eight(tmp_path / "one"), *short], env=quick_compiles_env(compile_cache))
     assert alone.returncode == 0, alone.stderr
-    (code, output), (other_code, other_output) = train_in_two_processes(runs["two"], compile_cache, seconds=120)
-    assert code == other_code == 0, output + other_output
-    assert "mesh: data 4 × pipe 1 × tensor 2 = 8 devices (cpu, 2 processes)" in output
-    assert "mesh: data" not in other_output  # one of them talks
+    with two_processes(compile_cache, write_eight(tmp_path / "two"), *short) as started:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], outputs
+    assert "mesh: data 4 × pipe 1 × tensor 2 = 8 devices (cpu, 2 processes)" in outputs[0]
+    assert "mesh: data" not in outputs[1]  # one of them talks
     assert len(list((tmp_path / "two/run/tokens").glob("*.tokens"))) == 1
-    assert sorted(path.name for path in (tmp_path / "two/run/checkpoints").iterdir()) == ["2"]
+    assert [path.name for path in (tmp_path / "two/run/checkpoints").iterdir()] == ["2"]
     one, two = metrics(tmp_path / "one/run"), metrics(tmp_path / "two/run")
     assert [line["step"] for line in two] == [1, 2]
     for name in ("loss", "grad_norm", "learning_rate", "validation_loss"):
         got, want = ([line[name] for line in lines if name in line] for lines in (two, one))
         # float32, summed in another order over the network: a few units in the last place, 6e-8 each.
         assert want and got == pytest.approx(want, rel=2e-6), name
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path: Path, compile_cache: Path):
+    config, run_dir = write_eight(tmp_path / "two"), tmp_path / "two" / "run"
+    endless = ["train.steps=1_000_000", "train.eval_every=2", "checkpoint.every=null"]
+    with two_processes(compile_cache, config, *endless) as started:
+        give_up = time.monotonic() + 120
+        while not ((run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) >= 2):
+            assert time.monotonic() < give_up and all(process.poll() is None for process in started)
+            time.sleep(0.1)
+        started[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+        assert [process.returncode for process in started] == [143, 143], outputs
+    last = metrics(run_dir)[-1]["step"]
+    assert f"stopped by SIGTERM after step {last}, which is saved" in outputs[0]
+    with Checkpoints(run_dir / "checkpoints", keep=2) as checkpoints:
+        assert checkpoints.steps() == [last]

@@ -1,6 +1,7 @@
 """Whole runs: what they write, killed and resumed ones bit for bit, and steps that are not finite."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,8 +37,6 @@ KEYS = {
 }
 WHAT_IS_TRAINED = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 """The metrics that do not depend on the machine's speed."""
-
-
 NO_EVALUATION = ("train.eval_every=null", "checkpoint.keep=9")
 """One program less to compile."""
 
@@ -47,9 +46,9 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in WHAT_IS_TRAINED if name in line} for line in metrics(run_dir)]
 
 
-def in_process(config_file: Path, *overrides: str, **options: Any) -> dict[str, Any]:
+def in_process(config_file: Path, *overrides: str) -> dict[str, Any]:
     """Train in this process; returns the last metrics."""
-    return trainer.train(*start(load_config(config_file, overrides)), **options)
+    return trainer.train(*start(load_config(config_file, overrides)))
 
 
 def saved_state(config_file: Path, *overrides: str, step: int | None = None) -> Any:
@@ -107,7 +106,7 @@ def test_a_run_learns_and_leaves_its_files(whole_run: tuple[Path, str]):
         "mesh: data 2 × pipe 1 × tensor 2 = 4 devices (cpu, 1 process)",
         "batch: global_batch 8 = data 2 × microbatches 2 × 2 sequences per microbatch",
         "from the start",
-        f"step 8/8  loss {losses[-1]:.4g}  validation_loss {lines[7]['validation_loss']:.4g}",
+        f"step 8/8  loss {losses[-1]:.4f}  validation_loss {lines[7]['validation_loss']:.4f}  grad_norm ",
         f"done: {run_dir} holds metrics.jsonl and checkpoints/8",
     ):
         assert said in printed
@@ -284,3 +283,23 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
     write_tiny(tmp_path)
     assert in_process(config_file, *settings)["skipped_in_a_row"] == 0
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, 11))
+
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.slow
+def test_quickstart_keeps_its_promise(run_jaxpar, tmp_path: Path):
+    """The file's comment: on text that it has not seen, too, the loss falls below 2.5."""
+    assert "to below 2.5, on held-out text too" in " ".join(QUICKSTART.read_text().split())
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = run_jaxpar(["train", QUICKSTART, f"train.run_dir={tmp_path}"], env={"JAX_PLATFORMS": "cpu"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    # Three minutes on 2 cores. Processor time, since wall time depends on what else runs.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 180
+    lines = metrics(tmp_path)
+    assert lines[0]["loss"] == pytest.approx(np.log(257), abs=0.1)
+    assert np.mean([line["loss"] for line in lines[-20:]]) < 2.5  # single batches vary by 0.1
+    assert lines[-1]["validation_loss"] < 2.5
+    assert (tmp_path / "checkpoints" / str(lines[-1]["step"])).is_dir()

@@ -91,8 +91,9 @@ class _Run:
         self.replica_rows = batch["tokens"].shape[0]
         M = self.table.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(M, self.replica_rows // M, *x.shape[1:]), batch)
-        self.wide = jnp.promote_types(executor.compute_dtype, jnp.float32)
-        self.first_x = varying(_zeros_of(lambda: self.embed(self.rest, jnp.int32(0))), PIPE) + IDLE
+        x = _zeros_of(lambda: self.embed(self.rest, jnp.int32(0)))
+        self.first_x = varying(x, PIPE) + IDLE
+        self.no_loss = _zeros_of(lambda: self.head_loss(self.rest, x, jnp.int32(0)))
 
     # ---------------------------------------------------------------- the model's pieces
 
@@ -260,9 +261,7 @@ class _Run:
             "gx": self.first_x,
             "ring": _buffers(kept, rows["forward_slot"].max() + 1),
             "outputs": _buffers([self.first_x], rows["output_written"].max() + 1),
-            "loss": _zeros_of(
-                lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing)
-            ),
+            "loss": self.no_loss,
             "blocks": jax.tree.map(accumulator, self.blocks),
             "rest": jax.tree.map(accumulator, self.rest),
         }
@@ -287,11 +286,9 @@ class _Run:
             new = {"act": shift(y, PIPE, 1), "loss": c["loss"] + jnp.where(done, loss, 0)}
             return _of_kind(new, c), None
 
-        nothing = jnp.int32(0)
-        loss = _zeros_of(lambda: self.head_loss(self.rest, _zeros_of(lambda: self.embed(self.rest, nothing)), nothing))
         stop = max(phase.stop for phase in self.table.phases if phase.forward)
         rows = {"forward": jnp.asarray(self.table.forward[:stop])}
-        return lax.scan(tick, {"act": self.first_x, "loss": loss}, rows)[0]["loss"]
+        return lax.scan(tick, {"act": self.first_x, "loss": self.no_loss}, rows)[0]["loss"]
 
 
 def _zeros_of(work: Callable[[], Tree]) -> Tree:

@@ -23,7 +23,14 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)]
 CASES = list(itertools.product(LAYOUTS, SCHEDULES, ("none", "dots", "full"), ("compute", "skip")))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n])).replace(" ", ""))
+def case(number: int):
+    """Of the two ways to be idle one is for every day, by turns; the other half of the cases is slow."""
+    name = "-".join(map(str, CASES[number])).replace(" ", "")
+    slow = [pytest.mark.slow] if (number + number // 2) % 2 else []
+    return pytest.param(number, id=name, marks=slow)
+
+
+@pytest.mark.parametrize("number", map(case, range(len(CASES))))
 def test_gradients_equal_one_device(number):
     """Every layout × schedule × remat × idle; the settings that go around with them take turns."""
     layout, (schedule, chunks), remat, idle = CASES[number]
