@@ -55,10 +55,10 @@ def test_commands_that_import_no_jax(args: list[str]):
         (["model.hiden_size=64"], ["model.hiden_size", "did you mean model.hidden_size?"]),
         (["train.steps=many"], ["train.steps", '"many"', "whole number"]),
         (["mesh.tensor=3"], ["model.num_attention_heads 8 % mesh.tensor 3 = 2", "tensor 2 or 4"]),
-        (["mesh.devices=6"], ["mesh.data 4 × mesh.pipe 1 × mesh.tensor 2 = 8", "6"]),
+        (["mesh.devices=6"], ["mesh.data 2 × mesh.pipe 2 × mesh.tensor 2 = 8", "6"]),
         (
             ["train.global_batch=18"],
-            ["train.global_batch 18 % (mesh.data 4 × parallel.microbatches 2) = 2", "16 or 24"],
+            ["train.global_batch 18 % (mesh.data 2 × parallel.microbatches 4) = 2", "16 or 24"],
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_wrong_usage(run_jaxpar, tmp_path: Path):
 def test_config_prints_what_it_reads_back(run_jaxpar, tmp_path: Path):
     result = run_jaxpar(["config", QUICKSTART, "train.steps=1_000"])
     assert result.returncode == 0
-    assert result.stdout.startswith("# global_batch 16 = data 4 × microbatches 2 × 2 sequences per microbatch\n")
+    assert result.stdout.startswith("# global_batch 16 = data 2 × microbatches 4 × 2 sequences per microbatch\n")
     expected = load_config(QUICKSTART, ["train.steps=1000"])
     assert Config.from_yaml_text(result.stdout) == expected
     as_json = run_jaxpar(["config", QUICKSTART, "train.steps=1_000", "--json"])

@@ -182,7 +182,7 @@ def test_stored_config_reads_back_and_stays_as_it_is():
 
 
 def test_quickstart_is_complete():
-    assert load_config(QUICKSTART).resolve_mesh(8).mesh.data == 4
+    assert load_config(QUICKSTART).resolve_mesh(8).mesh.data == 2
 
 
 # Overrides
@@ -331,7 +331,18 @@ def test_whole_numbers_are_numbers():
             "data.sequence_length 40 ≤ model.max_position_embeddings 39 does not hold",
             "39 or less",
         ),
-        ({"mesh__pipe": 2}, "mesh.pipe = 2, must be 1", "not part of this version"),
+        (
+            {"mesh__pipe": 2, "parallel__chunks": 2},
+            "mesh.pipe 2 × parallel.chunks 2 = 4 ≤ model.num_hidden_layers 3 does not hold",
+            "Use chunks 1 or less, or more layers",
+        ),
+        (
+            {"mesh__pipe": 4, "parallel__chunks": 1},
+            "mesh.pipe 4 × parallel.chunks 1 = 4 ≤ model.num_hidden_layers 3 does not hold",
+            "Use pipe 3 or less",
+        ),
+        ({"parallel__chunks": 2}, "parallel.chunks 2 with mesh.pipe 1", "Use chunks 1, or more stages"),
+        ({"parallel__layer_costs": [1.0, 2.0]}, "parallel.layer_costs has 2 numbers", "num_hidden_layers 3"),
         ({"mesh__data": 0}, "mesh.data = 0", "or -1 for the rest"),
         ({"mesh__data": -1, "mesh__tensor": -1}, "mesh.data and mesh.tensor are -1", "Set one"),
         (

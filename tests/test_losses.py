@@ -22,7 +22,7 @@ B, T, V = 4, 5, 840
 WAYS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (3, 2), 7: (1, 7), 8: (2, 4)}
 """Devices of pipe and tensor."""
 # float64 sums of 840 numbers, in another order.
-CLOSE = dict(rtol=1e-13, atol=1e-13)
+CLOSE: dict[str, Any] = dict(rtol=1e-13, atol=1e-13)
 Z_LOSS = 0.1
 
 

@@ -23,7 +23,7 @@ MESHES = [(2, 1, 4), (1, 2, 4)]
 GROUPS = ["data", "tensor", ("pipe", "tensor")]
 LOCAL = (8, 3)
 # Sums of at most 8 float64 numbers of size 1: what is left is their order.
-CLOSE = dict(rtol=0, atol=1e-14)
+CLOSE: dict[str, Any] = dict(rtol=0, atol=1e-14)
 COLLECTIVE = re.compile(r" = .* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 
 

@@ -18,7 +18,7 @@ from jaxpar.step import build
 from tests.models.hf_fixture import NAMES, Fixture, load
 
 # Rounding in float32 stays below 1e-5 here; mistakes (a wrong epsilon, the other GELU) start at 7e-4.
-LOGITS = dict(rtol=0, atol=1e-4)
+LOGITS: dict[str, Any] = dict(rtol=0, atol=1e-4)
 # Of a norm: float32 rounding is below 1e-5, mistakes change it by percents.
 RELATIVE = 1e-3
 
