@@ -135,7 +135,7 @@ class ParallelConfig(Section):
     """Order of forwards and backwards over pipeline stages: gpipe or 1f1b (interleaved with chunks > 1)."""
     chunks: int = Field(default=1, ge=1)
     """Parts of the model on each pipeline stage, at least 1; more make the bubble smaller and messages more."""
-    layer_costs: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    layer_costs: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(_listed)] | None = None
     """Time of each layer in any one unit, at least 0, by which layers are spread over stages (`jaxpar bench layers`
     measures it); default: by formula, all alike."""
     idle: Literal["auto", "compute", "skip"] = "auto"

@@ -30,7 +30,7 @@ def case(number: int):
     return pytest.param(number, id=name, marks=slow)
 
 
-@pytest.mark.parametrize("number", map(case, range(len(CASES))))
+@pytest.mark.parametrize("number", [case(number) for number in range(len(CASES))])
 def test_gradients_equal_one_device(number):
     """Every layout × schedule × remat × idle; the settings that go around with them take turns."""
     layout, (schedule, chunks), remat, idle = CASES[number]
