@@ -346,17 +346,18 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class _NotFromOrbax(logging.Filter):
-    """Drops what Orbax logs: progress, and a traceback for each thread that an error passes through."""
+    """Drops what Orbax logs, progress and tracebacks, and what asyncio logs of Orbax's tasks that nobody waits for."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
+        return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
 
 
 def _quieten_orbax() -> None:
     """Keep Orbax's log off the console. Every error it logs is also raised, and reaches the user through `_failed`."""
-    logger = logging.getLogger("absl")
-    if not any(isinstance(present, _NotFromOrbax) for present in logger.filters):
-        logger.addFilter(_NotFromOrbax())
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    if not any(isinstance(present, _NotFromOrbax) for present in loggers[0].filters):
+        for logger in loggers:
+            logger.addFilter(_NotFromOrbax())
         _drop_late_write_errors()
 
 

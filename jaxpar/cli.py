@@ -5,6 +5,7 @@ Exit codes: 0 fine; 1 the check that was asked for failed, or training stopped b
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -212,5 +213,21 @@ def _fail(label: str, text: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
+def command() -> None:
+    """Run `main` as the whole process, and end it there when the input was wrong.
+
+    After a failed write Orbax's tasks are left over, and Python would print a traceback for each while it shuts down,
+    below the paragraph that says what is wrong.
+    """
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code == 2:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    command()

@@ -256,12 +256,12 @@ import resource, sys
 from jaxpar import cli
 resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 10, resource.RLIM_INFINITY))
 sys.argv = ["jaxpar", *sys.argv[1:]]
-cli.main()
+cli.command()
 """
 
 
 def test_a_full_disk_at_a_checkpoint(run_jaxpar, tmp_path: Path, compile_cache: Path):
-    """Files that may not grow beyond 12 KiB stand for a full disk: metrics fit, no checkpoint does (the embedding alone is larger)."""
+    """Files that may not grow beyond 12 KiB stand for a full disk: metrics fit, a checkpoint does not."""
     config, environment = write_tiny(tmp_path), quick_compiles_env(compile_cache)
     begun = run_jaxpar(["train", config, "train.steps=3"], env=environment)
     assert begun.returncode == 0, begun.stderr
