@@ -6,6 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
+from jaxpar.bench import layers
 from jaxpar.bench.plain import PlainModel
 from jaxpar.bench.step import LAYOUTS, bench_config
 from jaxpar.flops import parameter_count
@@ -37,3 +38,14 @@ def test_bench_step_prints_json(run_jaxpar):
         assert row["ratios"] == [row["ratio"]]
         assert row["ratio"] == pytest.approx(row["jaxpar_cpu_seconds"] / row["other_cpu_seconds"])
         assert row["ratio"] < 1.5  # one step each: a ratio of 1 varies by some tenths
+
+
+def test_layers_are_measured_one_by_one():
+    config = bench_config({"pipe": 2}, global_batch=2)
+    small = config.model.model_copy(
+        update={"num_hidden_layers": 3, "hidden_size": 32, "head_dim": 4, "vocab_size": 257}
+    )
+    costs = layers.measure(config.model_copy(update={"model": small}), repeats=1, calls=2)
+    assert set(costs) == {"layers", "embed", "head"}
+    assert len(costs["layers"]) == 3 and all(seconds >= 0 for seconds in costs["layers"])
+    assert sum(costs["layers"]) > 0
