@@ -214,18 +214,18 @@ def _fail(label: str, text: str, exit_code: int) -> None:
 
 
 def command() -> None:
-    """Run `main` as the whole process, and end it there when the input was wrong.
+    """Run `main` as the whole process, and end it there when the input was wrong or it was interrupted.
 
     After a failed write Orbax's tasks are left over, and Python would print a traceback for each while it shuts down,
-    below the paragraph that says what is wrong.
+    below the paragraph that says what is wrong. And XLA crashes if Python shuts down while it compiles.
     """
     try:
         main()
     except SystemExit as stop:
-        if stop.code == 2:
+        if stop.code in (2, 130):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(2)
+            os._exit(stop.code)
         raise
 
 
