@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxpar import mesh as meshes
 from jaxpar.config import Config, InputError
@@ -16,7 +15,7 @@ from jaxpar.flops import flops_per_token
 from jaxpar.inspect.memory import shard_bytes
 from jaxpar.inspect.summary import Report, report
 from jaxpar.inspect.targets import compiler_options, parse_target, target_mesh
-from jaxpar.step import MakeModel, Program, build
+from jaxpar.step import MakeModel, Program, abstract_batch, build
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,6 @@ class CompiledStep:
     program: Program
     compiled: jax.stages.Compiled
     report: Report
-
-
-def abstract_batch(config: Config, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of one step's batch, `[B/data, T]` each."""
-    shape = config.train.global_batch, config.data.sequence_length
-    dtypes = {"tokens": np.int32, "targets": np.int32, "mask": np.bool_}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 
 def place(config: Config, target: str | None) -> tuple[Config, Mesh]:
@@ -102,7 +94,7 @@ def compile_step(
         config = config.model_copy(update={"model": model})
         notes = ("attention is XLA's here: cuDNN's, which a run may use, needs less memory and cannot be compiled for",)
     program = build(config, mesh, make_model)
-    batch = abstract_batch(config, program.batch_sharding)
+    batch = abstract_batch(config, program)
     start = time.monotonic()
     lowered = program.train_step.lower(program.abstract_state, batch)
     traced = time.monotonic()
