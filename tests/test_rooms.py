@@ -10,7 +10,7 @@ PACKAGE = Path(jaxpar.__file__).parent
 
 ROWS = [
     ["config"],
-    ["hardware", "flops"],
+    ["hardware", "flops", "collective_costs"],
     ["mesh"],
     ["collectives"],
     ["layers"],
@@ -37,6 +37,7 @@ WITHOUT_JAX = [
     "config",
     "hardware.py",
     "flops.py",
+    "collective_costs.py",
     "cli",
     "planner",
     *(f"pipeline/{name}.py" for name in ("__init__", "schedules", "orders", "check", "simulate", "partition")),

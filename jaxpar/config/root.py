@@ -13,6 +13,7 @@ from jaxpar.config.errors import InputError, known_keys, readable, shown, unknow
 from jaxpar.config.sections import (
     CheckpointConfig,
     DataConfig,
+    GradReduceConfig,
     LogConfig,
     MeshConfig,
     ModelConfig,
@@ -47,6 +48,8 @@ class Config(Section):
     """How many devices each axis has."""
     parallel: ParallelConfig = ParallelConfig()
     """How a step is cut into pieces."""
+    grad_reduce: GradReduceConfig = GradReduceConfig()
+    """How gradients are summed over the replicas."""
     data: DataConfig
     """What is read, and how it becomes tokens."""
     optimizer: OptimizerConfig
@@ -146,7 +149,7 @@ class Config(Section):
 KEYS = known_keys(Config)
 """Every dotted key with its field."""
 
-RESUME_SECTIONS = frozenset({"mesh", "parallel", "log", "checkpoint"})
+RESUME_SECTIONS = frozenset({"mesh", "parallel", "grad_reduce", "log", "checkpoint"})
 """Sections that may differ between a run's stored config and the one that continues it."""
 RESUME_KEYS = frozenset(
     {
@@ -155,6 +158,8 @@ RESUME_KEYS = frozenset(
         "train.eval_every",
         "train.eval_batches",
         "train.max_bad_steps",
+        "train.drift_check_every",
+        "train.drift_action",
         "model.attn_implementation",
     }
 )

@@ -149,6 +149,33 @@ class ParallelConfig(Section):
     """Whether activations between blocks are split over tensor along the sequence: true or false."""
     unroll: int = Field(default=1, ge=1)
     """Layers per iteration of the scan over layers, at least 1; more is faster to run and slower to compile."""
+    zero: int = Field(default=0, ge=0, le=3)
+    """ZeRO stage, what is split over data: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+
+
+class GradReduceConfig(Section):
+    """How gradients are summed over the replicas of `data`."""
+
+    algorithm: Literal["auto", "native", "ring", "tree", "halving_doubling", "hierarchical"] = "native"
+    """The all-reduce: native (XLA's, NCCL on GPU), ring, tree, halving_doubling, hierarchical, or auto (the fastest by
+    measurement or model)."""
+    schedule: Literal["end", "overlapped"] = "end"
+    """When: end (once, after the last microbatch) or overlapped (layer by layer inside the last backward pass)."""
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1)
+    """Gradients that travel together, in bytes, at least 1; native leaves this to XLA."""
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the gradients on the wire: float32 or bfloat16 (sums are made in float32 or wider); default: as they
+    are."""
+    order: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_listed)] | None = None
+    """Order of the replicas around the ring, each number from 0 to mesh.data - 1 once; default: as they are."""
+    links: str | None = Field(default=None, min_length=1)
+    """JSON file with a matrix of link bandwidths between replicas (0: broken), from which the ring's order is found."""
+    per_host: int | None = Field(default=None, ge=1)
+    """Neighbouring replicas that share a host, for hierarchical, a divisor of mesh.data; default: as the mesh lies."""
+    across: Literal["ring", "tree", "halving_doubling"] = "ring"
+    """The all-reduce that hierarchical uses between hosts: ring, tree or halving_doubling."""
+    table: str | None = Field(default=None, min_length=1)
+    """JSON file that `jaxpar bench collectives` wrote, by which auto chooses; default: a latency-bandwidth model."""
 
 
 class Source(Section):
@@ -233,6 +260,10 @@ class TrainConfig(Section):
     """Global batches per evaluation, at least 1."""
     max_bad_steps: int = Field(default=5, ge=1)
     """Steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
+    drift_check_every: int | None = Field(default=None, ge=1)
+    """Steps between checks that replicas are bit for bit equal, at least 1; default: none."""
+    drift_action: Literal["stop", "resynchronise"] = "stop"
+    """What follows when they are not: stop, or resynchronise (the majority's values go to the others)."""
 
 
 class CheckpointConfig(Section):
