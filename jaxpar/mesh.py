@@ -24,6 +24,23 @@ VOCAB_AXES = (PIPE, TENSOR)
 """The vocabulary is split over both, so that every pipeline stage shares the work of embedding and head."""
 
 
+CPU_FLAGS = {
+    # With XLA's concurrent order of operations, independent permutes of one program mix up each other's messages and
+    # crash or hang (jax 0.10.2, seen with ring all-reduces of several buckets).
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    # XLA aborts the process when a virtual device waits 40 seconds for the others, as on a busy machine.
+    "xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+"""What XLA needs to be told to run many virtual CPU devices on few cores."""
+
+
+def set_cpu_flags() -> None:
+    """Add `CPU_FLAGS` to XLA_FLAGS, except those that are set there. XLA reads them when its first device starts."""
+    present = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in CPU_FLAGS.items() if name not in present]
+    os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
+
+
 def use_cpu_devices(count: int) -> None:
     """Give this process `count` virtual CPU devices. Call it before anything else touches JAX's devices.
 
@@ -42,7 +59,8 @@ def use_cpu_devices(count: int) -> None:
         >>> len(jax.devices("cpu")) >= 8
         True
     """
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    set_cpu_flags()
+    if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
         if jax.config.jax_num_cpu_devices >= count:  # pyright: ignore[reportAttributeAccessIssue]  # no stub has it
             return
         try:
@@ -117,6 +135,21 @@ def _first_of_each_process(ordered: Sequence[Any], count: int) -> list[Any]:
 def batch_spec(mesh: Mesh) -> P:
     """How the leading dim of a batch is laid out: over `data`, or not at all where that axis has one device."""
     return P(DATA) if mesh.shape[DATA] > 1 else P()
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a tree take on one device.
+
+    Args:
+        tree: arrays or `jax.ShapeDtypeStruct`s with shardings.
+
+    Example:
+        >>> over_tensor = jax.NamedSharding(make_mesh(tensor=4), jax.P("tensor"))
+        >>> shard_bytes({"w": jax.ShapeDtypeStruct((8, 3), "float32", sharding=over_tensor)})
+        24
+    """
+    leaves = jax.tree.leaves(tree)
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def start(config: Config) -> tuple[Config, Mesh]:

@@ -6,6 +6,7 @@ T tokens, M microbatches; a lower-case letter is this device's block.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,19 +18,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import axis_index, psum, varying
+from jaxpar.collectives.choosing import Chosen, choose_reduction
 from jaxpar.config import Config
 from jaxpar.layers import specs
 from jaxpar.layers.attention import choose_implementation
 from jaxpar.layers.dropout import example_keys
 from jaxpar.losses import cross_entropy
-from jaxpar.mesh import DATA, PIPE, batch_spec
-from jaxpar.models import Transformer, forward
-from jaxpar.models.protocol import Remat, cast
+from jaxpar.mesh import DATA, PIPE, batch_spec, shard_bytes
+from jaxpar.models import Transformer
+from jaxpar.models.protocol import WHOLE, Remat, Use, run
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 from jaxpar.pipeline.executor import Executor
 from jaxpar.pipeline.partition import Partition, block_costs, partition
 from jaxpar.pipeline.schedules import make_schedule as make_pipeline_schedule
 from jaxpar.pipeline.stacking import Stacking
+from jaxpar.zero import Replicas, Zero, widened
 
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -63,6 +66,9 @@ class Program:
         abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
         batch_sharding: of every array in a batch, `[B/data, T]`.
         stacking: which layers the rows of stacked parameters hold.
+        abstract_grads: likewise of the gradients, as they are summed over microbatches before `data`.
+        grad_reduce: how they are summed over `data`, and why so.
+        zero: what the replicas keep in parts.
         saved_state: like `abstract_state`, with all stacks in model order: what checkpoints hold.
         to_saved: `(state) -> state` in model order.
         from_saved: its inverse.
@@ -78,6 +84,9 @@ class Program:
     abstract_state: TrainState
     batch_sharding: NamedSharding
     stacking: Stacking
+    abstract_grads: Params
+    grad_reduce: Chosen
+    zero: Zero
     saved_state: TrainState
     to_saved: Callable[[TrainState], TrainState]
     from_saved: Callable[[TrainState], TrainState]
@@ -99,45 +108,75 @@ def model_maker(config: Config, platform: str) -> MakeModel:
     )
 
 
-def make_loss(graph: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`(params, batch, keys_B) -> (loss summed over tokens, tokens)` of a model, in whichever view it is called."""
+def make_loss(model: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`(params, batch, keys_B, use) -> (loss summed over tokens, tokens)` of a model, in the view it is called in."""
 
-    def loss(params: Params, batch: Batch, keys_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        logits = forward(nnx.merge(graph, params), batch["tokens"], keys_B, remat=remat, unroll=unroll)
+    def loss(
+        params: Params, batch: Batch, keys_B: jax.Array | None = None, use: Use = WHOLE
+    ) -> tuple[jax.Array, jax.Array]:
+        logits = run(model, params, batch["tokens"], keys_B, use, remat=remat, unroll=unroll)
         return cross_entropy(logits, batch["targets"], batch["mask"], z_loss=z_loss)
 
     return loss
 
 
 def make_loss_and_grads(
-    loss: Callable[..., tuple[jax.Array, jax.Array]], *, microbatches: int, compute_dtype: Any, dropout_seed: int | None
+    loss: Callable[..., tuple[jax.Array, jax.Array]],
+    replicas: Replicas,
+    *,
+    microbatches: int,
+    layer_by_layer: bool,
+    dropout_seed: int | None,
 ) -> Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]:
     """Loss and gradients of this device's rows in block view, reduced once over `data`.
 
     Parameters are cast once and marked as varying over `data`, so that differentiating leaves each replica's
     gradients alone; microbatches add theirs in float32 or wider, and one sum over `data` ends it.
+
+    Args:
+        loss: what `make_loss` returns.
+        replicas: how parameters get ready and gradients are summed.
+        microbatches: pieces of the batch, one after the other.
+        layer_by_layer: the last microbatch's backward pass sums each layer's gradients over `data` as it makes them.
+        dropout_seed: None: no dropout.
     """
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def value_and_grad(loss: Callable, params: Params) -> tuple[tuple[jax.Array, jax.Array], Params]:
+        return jax.value_and_grad(loss, has_aux=True)(params)
 
     def loss_and_grads(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, Params, jax.Array]:
-        ready = varying(cast(params, compute_dtype), DATA)
+        ready = replicas.ready(params)
         rows = batch["tokens"].shape[0]
         keys_b = None
         if dropout_seed is not None:
             keys_b = example_keys(dropout_seed, step, axis_index(DATA) * rows + jnp.arange(rows))
         split = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
+        pieces = jax.tree.map(split, (batch, keys_b))
 
         def accumulate(total: Any, microbatch: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
-            (loss, tokens), grads = value_and_grad(ready, *microbatch)
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, tokens, grads)), None
+            (loss_part, tokens), grads = value_and_grad(lambda p: loss(p, *microbatch, replicas.use), ready)
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss_part, tokens, grads)), None
 
-        wide = lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
-        scalar = varying(jnp.zeros((), jnp.promote_types(compute_dtype, jnp.float32)), DATA)
-        total = (scalar, scalar, jax.tree.map(wide, ready))
-        total, _ = lax.scan(accumulate, total, jax.tree.map(split, (batch, keys_b)))
-        loss, tokens, grads = psum(total, DATA)
+        def last(total: Params | None) -> tuple[tuple[jax.Array, jax.Array], Params]:
+            """The last microbatch, its gradients added to the others' and summed over `data` on the way."""
+            microbatch = jax.tree.map(lambda x: x[-1], pieces)
+            entries = lambda landing: {n: (ready[n], total and total[n], landing[n]) for n in landing}
+            return value_and_grad(
+                lambda landing: loss(entries(landing), *microbatch, replicas.landing_use), replicas.landing(params)
+            )
+
+        scalar = varying(jnp.zeros((), jnp.promote_types(replicas.compute_dtype, jnp.float32)), DATA)
+        total = scalar, scalar, jax.tree.map(lambda p: jnp.zeros_like(widened(p)), ready)
+        before = microbatches - layer_by_layer
+        if before:
+            total, _ = lax.scan(accumulate, total, jax.tree.map(lambda x: x[:before], pieces))
+        if layer_by_layer:
+            added, grads = last(total[2] if before else None)
+            loss_sum, tokens = psum(jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], added), DATA)
+        else:
+            loss_sum, tokens, grads = replicas.land(*total)
         count = jnp.maximum(tokens, 1)
-        return loss / count, jax.tree.map(lambda g: g / count, grads), tokens
+        return loss_sum / count, jax.tree.map(lambda g: g / count, grads), tokens
 
     return loss_and_grads
 
@@ -148,42 +187,72 @@ def partition_of(config: Config) -> Partition:
     return partition(config.parallel.layer_costs or costs, cut_bytes, config.mesh.pipe, config.parallel.chunks)
 
 
-def in_block_view(config: Config, model: Any, stacking: Stacking, platform: str) -> tuple[Callable, Callable]:
+def layer_by_layer(config: Config) -> bool:
+    """Whether the last microbatch's backward pass sums over `data` as it goes (ZeRO stage 3 does by itself)."""
+    parallel = config.parallel
+    overlapped = config.grad_reduce.schedule == "overlapped" or (parallel.zero == 2 and parallel.microbatches == 1)
+    return overlapped and parallel.zero < 3 and config.mesh.pipe == 1
+
+
+def in_block_view(
+    config: Config, model: Any, stacking: Stacking, replicas: Replicas, platform: str
+) -> tuple[Callable, Callable]:
     """The two functions that run inside `shard_map`: `loss_and_grads(params, batch, step)`, `loss(params, batch)`."""
-    parallel, dtype = config.parallel, config.train.compute_dtype
+    parallel = config.parallel
     seed = config.train.seed if config.model.resid_pdrop else None
     shared: dict[str, Any] = {"remat": parallel.remat, "unroll": parallel.unroll, "z_loss": config.train.z_loss}
     if config.mesh.pipe > 1:
+        # Permutes are joined by all devices of a mesh, so that none may stand where only some stages have work.
+        skip = platform == "cpu" and not (replicas.gathers and replicas.reduction.algorithm != "native")
         executor = Executor(
             model,
             make_pipeline_schedule(parallel.schedule, config.mesh.pipe, parallel.microbatches, parallel.chunks),
             stacking,
-            compute_dtype=dtype,
+            ready=replicas.ready,
+            use=replicas.use,
+            land=replicas.land,
             dropout_seed=seed,
-            skip_idle=parallel.idle == "skip" or (parallel.idle == "auto" and platform == "cpu"),
+            skip_idle=skip if parallel.idle == "auto" else parallel.idle == "skip",
             **shared,
         )
         return executor.loss_and_grads, executor.loss
-    loss = make_loss(nnx.graphdef(model), **shared)
-    grads = make_loss_and_grads(loss, microbatches=parallel.microbatches, compute_dtype=dtype, dropout_seed=seed)
-    return grads, lambda params, batch: loss(cast(params, dtype), batch)
+    loss = make_loss(model, **shared)
+    grads = make_loss_and_grads(
+        loss,
+        replicas,
+        microbatches=parallel.microbatches,
+        layer_by_layer=layer_by_layer(config),
+        dropout_seed=seed,
+    )
+    return grads, lambda params, batch: loss(replicas.ready(params), batch, None, replicas.use)
 
 
-def make_train_step(loss_and_grads: Callable, optimizer: optax.GradientTransformation, schedule: Callable) -> Callable:
-    """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters."""
+def make_train_step(
+    loss_and_grads: Callable, optimizer: optax.GradientTransformation, schedule: Callable, landed: Params
+) -> Callable:
+    """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters.
+
+    Args:
+        loss_and_grads: see `Program`.
+        optimizer: updates parameters laid out as `landed`, like the gradients; what is stored otherwise is sliced
+            before (which sends nothing) and gathered afterwards.
+        schedule: learning rate by number of applied steps.
+        landed: shardings.
+    """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads, tokens = loss_and_grads(state.params, batch, state.step)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        applied = optax.apply_updates(state.params, updates), opt_state
+        params = lax.with_sharding_constraint(state.params, landed)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        applied = optax.apply_updates(params, updates), opt_state
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), applied, (state.params, state.opt_state)
+            lambda new, old: jnp.where(finite, new, old), applied, (params, state.opt_state)
         )
         new = TrainState(
             step=state.step + 1,
-            params=params,
+            params=lax.with_sharding_constraint(params, landed),
             opt_state=opt_state,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -216,7 +285,6 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     make_model = make_model or model_maker(config, platform)
     stacking = Stacking.of(partition_of(config))
     abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-    param_specs = specs(abstract_model, mesh)
     schedule = make_schedule(config.optimizer)
     optimizer = make_optimizer(config.optimizer, schedule)
 
@@ -227,20 +295,27 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
     shapes = jax.eval_shape(init)
-    optimizer_specs = opt_state_specs(optimizer, shapes.params, param_specs)
+    zero = Zero.of(config.parallel.zero, shapes.params, specs(abstract_model, mesh), mesh.shape[DATA])
+    optimizer_specs = opt_state_specs(optimizer, shapes.params, zero.landed)
     place = lambda spec: NamedSharding(mesh, spec)
-    state_shardings = jax.tree.map(place, TrainState(P(), param_specs, optimizer_specs, P(), P()))
+    state_shardings = jax.tree.map(place, TrainState(P(), zero.stored, optimizer_specs, P(), P()))
+    landed = jax.tree.map(place, zero.landed)
     rows = batch_spec(mesh)
     batch_sharding = place(rows)
 
-    grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, platform)
+    never_whole = zero.stage == 3 or (layer_by_layer(config) and config.parallel.microbatches == 1)
+    grad_shapes = jax.eval_shape(partial(jax.tree.map, widened), shapes.params)
+    whole_grads = _placed(grad_shapes, jax.tree.map(place, zero.whole))
+    chosen = choose_reduction(config.grad_reduce, mesh, shard_bytes(whole_grads))
+    replicas = Replicas(zero, chosen.reduction, config.train.compute_dtype)
+    grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, replicas, platform)
     loss_and_grads = jax.shard_map(
-        grads_of_block, mesh=mesh, in_specs=(param_specs, rows, P()), out_specs=(P(), param_specs, P())
+        grads_of_block, mesh=mesh, in_specs=(zero.stored, rows, P()), out_specs=(P(), zero.landed, P())
     )
     eval_loss = jax.shard_map(
         lambda params, batch: psum(loss_of_block(params, batch), DATA),
         mesh=mesh,
-        in_specs=(param_specs, rows),
+        in_specs=(zero.stored, rows),
         out_specs=(P(), P()),
     )
     abstract_state = _placed(shapes, state_shardings)
@@ -251,13 +326,16 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         abstract_state=abstract_state,
         batch_sharding=batch_sharding,
         stacking=stacking,
+        abstract_grads=_placed(grad_shapes, landed) if never_whole else whole_grads,
+        grad_reduce=chosen,
+        zero=zero,
         saved_state=_placed(saved_shapes, saved_shardings),
         to_saved=jax.jit(stacking.model_order, out_shardings=saved_shardings),
         from_saved=jax.jit(stacking.arrange, out_shardings=state_shardings),
         init=jax.jit(init, out_shardings=state_shardings),
         loss_and_grads=jax.jit(loss_and_grads),
         train_step=jax.jit(
-            make_train_step(loss_and_grads, optimizer, schedule),
+            make_train_step(loss_and_grads, optimizer, schedule, landed),
             in_shardings=(state_shardings, batch_sharding),
             out_shardings=(state_shardings, place(P())),
             donate_argnums=0,

@@ -83,8 +83,8 @@ def one_device_step(
     config: Config, make_model: MakeModel, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params, Params]:
     """Loss, gradients and updated parameters by differentiating the mean loss in global view: the oracle."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(nnx.Rngs(0))))
-    summed = make_loss(graph, remat="none", unroll=1, z_loss=config.train.z_loss)
+    model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+    summed = make_loss(model, remat="none", unroll=1, z_loss=config.train.z_loss)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer))
 
     def mean_loss(params: Params, batch: Batch) -> jax.Array:

@@ -37,7 +37,7 @@ WITHOUT_JAX = [
     "config",
     "hardware.py",
     "flops.py",
-    "collective_costs.py",
+    "collective_costs",
     "cli",
     "planner",
     *(f"pipeline/{name}.py" for name in ("__init__", "schedules", "orders", "check", "simulate", "partition")),

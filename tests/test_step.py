@@ -22,7 +22,7 @@ LAYOUTS = [(d, 1, t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]
 TOLERANCE = 1e-9  # what is asked; float64 rounding through three layers is about 1e-15, the smallest real mistake 1e-2
 
 
-def config(layout=(1, 1, 1), *, model=None, parallel=None, optimizer=None, train=None) -> Config:
+def config(layout=(1, 1, 1), *, model=None, parallel=None, grad_reduce=None, optimizer=None, train=None) -> Config:
     values = {
         "model": {
             "architecture": "llama",
@@ -36,6 +36,7 @@ def config(layout=(1, 1, 1), *, model=None, parallel=None, optimizer=None, train
         },
         "mesh": {"data": layout[0], "pipe": layout[1], "tensor": layout[2]},
         "parallel": {},
+        "grad_reduce": {},
         "data": {"train": ["unused"], "sequence_length": 8},
         "optimizer": {"name": "sgd", "learning_rate": 0.1, "schedule": "constant"},
         "train": {
@@ -46,7 +47,8 @@ def config(layout=(1, 1, 1), *, model=None, parallel=None, optimizer=None, train
             "compute_dtype": "float64",
         },
     }
-    for section, changes in (("model", model), ("parallel", parallel), ("optimizer", optimizer), ("train", train)):
+    given = {"model": model, "parallel": parallel, "grad_reduce": grad_reduce, "optimizer": optimizer, "train": train}
+    for section, changes in given.items():
         values[section] |= changes or {}
     return Config.from_dict(values)
 

@@ -113,6 +113,24 @@ def pmax(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, here) if here else x
 
 
+def same_on_all(tree: Any, axis: str) -> Any:
+    """Let every leaf be treated as the same on all devices of `axis`, which the caller knows it to be.
+
+    Moves no bytes: the only public operation with such a result is an all-reduce, which here runs in groups of one
+    device each. Has no gradient. A value that differs between devices would stay so, and nobody would be told.
+
+    Args:
+        tree: arrays with equal values on all devices of the axis; those whose type says so already are left alone.
+        axis: one axis name; in global view the tree itself is returned.
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        alone = [[i] for i in range(lax.axis_size(axis))]
+        return lax.pmax(x, axis, axis_index_groups=alone) if axis in varying_axes(x) else x
+
+    return jax.tree.map(cast, tree) if manual(axis) else tree
+
+
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Join the blocks of every device of `axis` along `dim`. Sends (n-1) · b; its gradient is a reduce-scatter.
 

@@ -65,7 +65,7 @@ def problems(config: Config) -> list[str]:
     """One line for each broken rule: the failing equation with its keys and values, why, and the ways out."""
     mesh = list(_mesh(config))
     sizes = (
-        [] if mesh else [*_tensor(config), *_pipeline(config), *_batch(config)]
+        [] if mesh else [*_tensor(config), *_pipeline(config), *_batch(config), *_grad_reduce(config)]
     )  # on an impossible mesh they would mean nothing
     return [*_model(config), *mesh, *sizes, *_optimizer(config), *_data(config)]
 
@@ -237,19 +237,67 @@ def _batch(config: Config) -> Iterator[str]:
     )
 
 
+def _grad_reduce(config: Config) -> Iterator[str]:
+    g, p, data = config.grad_reduce, config.parallel, config.mesh.data
+    if g.schedule == "overlapped" and config.mesh.pipe > 1:
+        yield (
+            f"grad_reduce.schedule overlapped with mesh.pipe {config.mesh.pipe}: the first stage has its gradients "
+            f"only with the last tick, and in one program all stages reduce at the same time, so that nothing would be "
+            f"hidden. Use schedule end, or pipe 1."
+        )
+    if p.zero == 3 and config.mesh.pipe > 1 and p.idle == "skip" and g.algorithm != "native":
+        yield (
+            f"parallel.idle skip with parallel.zero 3 and grad_reduce.algorithm {g.algorithm}: its permutes are joined "
+            f"by all devices of a mesh, also by stages that skip the work they belong to. Use idle auto or compute, or "
+            f"algorithm native."
+        )
+    readers = {"order": ("ring", "auto"), "links": ("ring", "auto"), "per_host": ("hierarchical", "auto")}
+    for key, algorithms in (readers | {"table": ("auto",)}).items():
+        if getattr(g, key) is not None and g.algorithm not in algorithms:
+            yield (
+                f"grad_reduce.{key} is given, but grad_reduce.algorithm {g.algorithm} does not read it. Use algorithm "
+                f"{' or '.join(algorithms)}, or leave {key} out."
+            )
+    if g.order is not None and g.links is not None:
+        yield "grad_reduce.order and grad_reduce.links are both given, but either gives the ring's order. Give one."
+    if data == -1:
+        return
+    if g.order is not None and sorted(g.order) != list(range(data)):
+        missing = sorted(set(range(data)) - set(g.order))
+        wrong = sorted({i for i in g.order if i >= data or g.order.count(i) > 1})
+        lacks = [f"lacks {', '.join(map(str, missing))}"] if missing else []
+        has = [f"has {', '.join(map(str, wrong))}, too large or more than once"] if wrong else []
+        yield (
+            f"grad_reduce.order {list(g.order)} must hold each number from 0 to mesh.data - 1 = {data - 1} once, but "
+            f"it {' and '.join(lacks + has)}. Use {list(range(data))} in another order."
+        )
+    if g.per_host is not None:
+        yield from _indivisible(
+            f"mesh.data {data}",
+            f"grad_reduce.per_host {g.per_host}",
+            (data, g.per_host),
+            "every host holds equally many replicas",
+            f"per_host {nearest(divisors(data), g.per_host)}",
+        )
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     o = config.optimizer
     if o.schedule == "constant":
         return
     if o.schedule == "warmup_stable_decay":
         falling, written = o.decay_fraction * o.decay_steps, f"decay_fraction {o.decay_fraction} × decay_steps"
+        enough = math.ceil(o.warmup_steps / (1 - o.decay_fraction)) if o.decay_fraction < 1 else None
     else:
         falling, written = 1, "1"
+        enough = o.warmup_steps + 1
     if o.warmup_steps + falling > o.decay_steps:
+        by_default = o.decay_steps == config.train.steps
+        end, more = ("train.steps", "steps") if by_default else ("optimizer.decay_steps", "decay_steps")
         yield (
-            f"optimizer.warmup_steps {o.warmup_steps} + {written} ≤ optimizer.decay_steps {o.decay_steps} does not "
-            f"hold. Use warmup_steps {math.floor(o.decay_steps - falling)} or less, or more decay_steps (default: "
-            f"train.steps)."
+            f"optimizer.warmup_steps {o.warmup_steps} + {written} ≤ {end} {o.decay_steps} does not hold. Use "
+            f"warmup_steps {math.floor(o.decay_steps - falling)} or less"
+            f"{f', or {more} {enough} or more' if enough else ''}."
         )
 
 

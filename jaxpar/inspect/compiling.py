@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jaxpar import mesh as meshes
 from jaxpar.config import Config, InputError
 from jaxpar.flops import flops_per_token
-from jaxpar.inspect.memory import shard_bytes
 from jaxpar.inspect.summary import Report, report
 from jaxpar.inspect.targets import compiler_options, parse_target, target_mesh
+from jaxpar.mesh import shard_bytes
 from jaxpar.step import MakeModel, Program, abstract_batch, build
 
 
@@ -118,11 +118,9 @@ def compile_step(
 def state_bytes(program: Program, batch: Any) -> dict[str, int]:
     """What parameters, optimizer, batch and gradients take on one device, from their shapes and layouts."""
     state = program.abstract_state
-    _, grads, _ = jax.eval_shape(program.loss_and_grads, state.params, batch, state.step)
-    placed = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=p.sharding), grads, state.params)
     return {
         "parameters_bytes": shard_bytes(state.params),
         "optimizer_bytes": shard_bytes(state.opt_state),
         "batch_bytes": shard_bytes(batch),
-        "gradients_bytes": shard_bytes(placed),
+        "gradients_bytes": shard_bytes(program.abstract_grads),
     }

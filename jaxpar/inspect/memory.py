@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpar.inspect.hlo import Module
 
@@ -24,7 +22,7 @@ class Memory:
         parameters_bytes: of the arguments, the model as stored; None for a program that is not a train step.
         optimizer_bytes: of the arguments, the optimizer's state; None likewise.
         batch_bytes: of the arguments, one step's tokens, targets and mask; None likewise.
-        gradients_bytes: of the temporaries, the summed gradients; None likewise.
+        gradients_bytes: of the temporaries, the gradients, as they are summed over microbatches; None likewise.
     """
 
     arguments_bytes: int
@@ -51,22 +49,6 @@ class Memory:
     def overshoot_bytes(self) -> int:
         """By how much it does not fit; 0 where it does, or where the device's memory is not known."""
         return max(0, self.peak_bytes - self.device_bytes) if self.device_bytes else 0
-
-
-def shard_bytes(tree: Any) -> int:
-    """Bytes that the arrays of a tree take on one device.
-
-    Args:
-        tree: arrays or `jax.ShapeDtypeStruct`s with shardings.
-
-    Example:
-        >>> from jaxpar.mesh import make_mesh
-        >>> over_tensor = jax.NamedSharding(make_mesh(tensor=4), jax.P("tensor"))
-        >>> shard_bytes({"w": jax.ShapeDtypeStruct((8, 3), "float32", sharding=over_tensor)})
-        24
-    """
-    leaves = jax.tree.leaves(tree)
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def memory(compiled: jax.stages.Compiled, parts: Mapping[str, int], device_bytes: int | None) -> Memory:

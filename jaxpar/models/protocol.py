@@ -7,13 +7,14 @@ Letters: B batch, T tokens, D width, V vocabulary, L layers; a lower-case letter
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
 from jax import lax
 
 from jaxpar.layers.dropout import fold_in
+from jaxpar.layers.layout import STACK
 
 Remat = str | Sequence[str]
 
@@ -92,23 +93,67 @@ def forward(
     Returns:
         What the model's `head` returns.
     """
-    graph, params_L = nnx.split(model.blocks)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return run(model, params, tokens_BT, keys_B, WHOLE, remat=remat, unroll=unroll)
 
-    def layer(x: jax.Array, params: Any, index: jax.Array) -> jax.Array:
-        return model.block(nnx.merge(graph, params), x, fold_in(keys_B, index))
 
-    layer = checkpointed(layer, remat, in_scan=unroll == 1)
-    layers = jax.tree.leaves(params_L)[0].shape[0]
+class Use(NamedTuple):
+    """How parameters become what the model computes with, just before it does.
+
+    Attributes:
+        layer: one layer's entry in the stack to that layer's parameters; called inside the layer's remat.
+        rest: the entries outside the stack to those parameters; called once for the embedding and once for the head.
+        gathered_over: the axis over which `layer` gathers parameters, which are then gathered again for the backward
+            pass and not kept; None where it does not.
+    """
+
+    layer: Callable[[Any], Any]
+    rest: Callable[[Any], Any]
+    gathered_over: str | None = None
+
+
+WHOLE = Use(lambda params: params, lambda params: params)
+"""Parameters are used as they come."""
+
+
+def run(
+    model: Any,
+    params: dict[str, Any],
+    tokens_BT: jax.Array,
+    keys_B: jax.Array | None,
+    use: Use,
+    *,
+    remat: Remat,
+    unroll: int,
+) -> jax.Array:
+    """`forward` with parameters that are made ready for use on the way; `model` gives the structure alone."""
+    graph = nnx.graphdef(model.blocks)
+    stack = params[STACK]
+    rest = {name: tree for name, tree in params.items() if name != STACK}
+
+    def layer(x: jax.Array, entry: Any, index: jax.Array) -> jax.Array:
+        return model.block(nnx.merge(graph, use.layer(entry)), x, fold_in(keys_B, index))
+
+    layer = checkpointed(layer, remat, in_scan=unroll == 1, gathered_over=use.gathered_over)
+    layers = jax.tree.leaves(stack)[0].shape[0]
     x, _ = lax.scan(
         lambda x, xs: (layer(x, *xs), None),
-        model.embed(tokens_BT),
-        (params_L, jax.numpy.arange(layers)),
+        outside_stack(model, use.rest(rest)).embed(tokens_BT),
+        (stack, jax.numpy.arange(layers)),
         unroll=min(unroll, layers),
     )
-    return model.head(x)
+    return outside_stack(model, use.rest(rest)).head(x)
 
 
-def checkpointed(layer: Callable[..., jax.Array], remat: Remat, *, in_scan: bool) -> Callable[..., jax.Array]:
+def outside_stack(model: Any, rest: dict[str, Any]) -> Any:
+    """The model with these parameters outside its blocks, for `embed` and `head`."""
+    unused = nnx.to_pure_dict(nnx.state(model.blocks, nnx.Param))
+    return nnx.merge(nnx.graphdef(model), rest | {STACK: unused})
+
+
+def checkpointed(
+    layer: Callable[..., jax.Array], remat: Remat, *, in_scan: bool, gathered_over: str | None = None
+) -> Callable[..., jax.Array]:
     """Wrap one layer with a remat policy by name (see `forward`).
 
     Args:
@@ -116,17 +161,28 @@ def checkpointed(layer: Callable[..., jax.Array], remat: Remat, *, in_scan: bool
         remat: the policy.
         in_scan: the call is the whole body of a scan, where XLA cannot undo the recomputation by merging it with
             the forward pass; otherwise barriers keep it from that.
+        gathered_over: the axis over which the layer gathers its parameters; they are not kept under any policy.
     """
     policies = jax.checkpoint_policies
-    if remat == "none":
+    if remat == "none" and gathered_over is None:
         return layer
-    if remat == "dots":
+    if remat == "none":
+        policy = lambda primitive, *_, **settings: not _gathers(primitive.name, settings, gathered_over)
+    elif remat == "dots":
         policy = policies.dots_with_no_batch_dims_saveable
     elif remat == "full":
         policy = policies.nothing_saveable
     else:
         policy = policies.save_only_these_names(*remat)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_scan)
+
+
+def _gathers(primitive: str, settings: dict[str, Any], axis: str | None) -> bool:
+    """Whether an operation gathers over the axis, itself or inside a function with a gradient of its own."""
+    if primitive.startswith("all_gather"):
+        return axis in settings["axis_name"]
+    inner = settings["call_jaxpr"].eqns if "call_jaxpr" in settings else ()
+    return any(_gathers(e.primitive.name, e.params, axis) for e in inner)
 
 
 def cast(params: Any, dtype: Any) -> Any:

@@ -28,7 +28,7 @@ from jaxpar.layers.dropout import example_keys, fold_in
 from jaxpar.layers.layout import STACK
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, PIPE
-from jaxpar.models.protocol import Remat, cast, checkpointed
+from jaxpar.models.protocol import Remat, Use, checkpointed, outside_stack
 from jaxpar.pipeline.schedules import Phase, Schedule
 from jaxpar.pipeline.stacking import Stacking
 
@@ -45,10 +45,12 @@ class Executor:
         model: the model, abstract; its parameters come with `blocks` arranged by `stacking`.
         schedule: the table to run.
         stacking: which layers are where.
+        ready: parameters to differentiate, cast to the compute dtype; called once, before the first tick.
+        use: how a layer, the embedding and the head get theirs from those.
+        land: sums loss, tokens and gradients over `data`; called once, after the last tick.
         remat: what a forward keeps, see `jaxpar.models.forward`.
         unroll: layers per iteration of the scan over a chunk's layers.
         z_loss: see `jaxpar.losses.cross_entropy`.
-        compute_dtype: parameters are cast to it once, before the first tick.
         dropout_seed: None: no dropout.
         skip_idle: skip idle work with a conditional.
     """
@@ -56,10 +58,12 @@ class Executor:
     model: Any
     schedule: Schedule
     stacking: Stacking
+    ready: Callable[[Tree], Tree]
+    use: Use
+    land: Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
     remat: Remat
     unroll: int
     z_loss: float
-    compute_dtype: Any
     dropout_seed: int | None
     skip_idle: bool
 
@@ -68,7 +72,7 @@ class Executor:
         run = _Run(self, params, batch, step)
         loss, blocks, rest = run.train()
         tokens = batch["mask"].sum(dtype=loss.dtype)
-        loss, tokens, grads = psum((loss, tokens, rest | {STACK: blocks}), DATA)
+        loss, tokens, grads = self.land(loss, tokens, rest | {STACK: blocks})
         count = jnp.maximum(tokens, 1)
         return loss / count, jax.tree.map(lambda g: g / count, grads), tokens
 
@@ -84,7 +88,7 @@ class _Run:
 
     def __init__(self, executor: Executor, params: Tree, batch: Tree, step: jax.Array | None) -> None:
         self.e, self.table, self.step = executor, executor.schedule, step
-        ready = varying(cast(params, executor.compute_dtype), DATA)
+        ready, self.use = executor.ready(params), executor.use
         self.blocks = ready[STACK]
         self.rest = {name: tree for name, tree in ready.items() if name != STACK}
         self.stage_index = jnp.asarray(axis_index(PIPE))
@@ -97,18 +101,18 @@ class _Run:
 
     # ---------------------------------------------------------------- the model's pieces
 
-    def whole_model(self, rest: Tree) -> Any:
+    def outside_stack(self, rest: Tree) -> Any:
         """The model with these parameters outside its blocks."""
-        return nnx.merge(nnx.graphdef(self.e.model), rest | {STACK: self.blocks})
+        return outside_stack(self.e.model, self.use.rest(rest))
 
     def embed(self, rest: Tree, m: jax.Array) -> jax.Array:
         """Activations of microbatch m, made by all stages together."""
-        return self.whole_model(rest).embed(self.batch["tokens"][jnp.maximum(m, 0)])
+        return self.outside_stack(rest).embed(self.batch["tokens"][jnp.maximum(m, 0)])
 
     def head_loss(self, rest: Tree, x: jax.Array, m: jax.Array) -> jax.Array:
         """Loss of microbatch m, summed over its tokens, computed by all stages together."""
         of_m = jax.tree.map(lambda a: a[jnp.maximum(m, 0)], self.batch)
-        logits = self.whole_model(rest).head(x)
+        logits = self.outside_stack(rest).head(x)
         return cross_entropy(logits, of_m["targets"], of_m["mask"], z_loss=self.e.z_loss)[0]
 
     def chunk(self, k: jax.Array) -> Tree:
@@ -133,11 +137,11 @@ class _Run:
 
         def layer(x: jax.Array, params: Tree, index: jax.Array) -> jax.Array:
             keys = None if keys_b is None else fold_in(jax.random.wrap_key_data(keys_b), index)
-            y = self.e.model.block(nnx.merge(graph, params), x, keys)
+            y = self.e.model.block(nnx.merge(graph, self.use.layer(params)), x, keys)
             return jnp.where(index >= 0, y, x) if padded else y
 
         unroll = min(self.e.unroll, len(layers_H))
-        layer = checkpointed(layer, self.e.remat, in_scan=unroll == 1)
+        layer = checkpointed(layer, self.e.remat, in_scan=unroll == 1, gathered_over=self.use.gathered_over)
         return lax.scan(lambda x, xs: (layer(x, *xs), None), x, (blocks, layers_H), unroll=unroll)[0]
 
     # ---------------------------------------------------------------- forward and backward of a stage

@@ -12,9 +12,11 @@ import pytest
 
 from jaxpar import verify
 from jaxpar.checkpoint import Checkpoints
+from jaxpar.collectives.reduction import Reduction
 from jaxpar.pipeline import executor
 from jaxpar.pipeline.stacking import Stacking
 from jaxpar.step import abstract_batch, in_block_view, partition_of
+from jaxpar.zero import Replicas, Zero
 from tests.test_step import assert_parity, config, program
 
 LAYOUTS = [(4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (1, 2, 4)]  # with pipe; the others are in test_step
@@ -201,8 +203,16 @@ def test_no_layer_is_dropped_or_run_twice():
 
 def test_idle_is_skipped_on_cpu_and_computed_elsewhere():
     settings = config((1, 2, 1))
-    for platform, skips in (("cpu", True), ("gpu", False)):
-        loss_and_grads, _ = in_block_view(settings, None, Stacking.of(partition_of(settings)), platform)
+    nothing = {"w": jnp.zeros(8)}
+    for platform, stage, algorithm, skips in (
+        ("cpu", 0, "ring", True),
+        ("cpu", 3, "native", True),
+        ("cpu", 3, "ring", False),  # its permutes are inside the ticks
+        ("gpu", 0, "native", False),
+    ):
+        zero = Zero.of(stage, nothing, {"w": jax.P()}, 2)
+        replicas = Replicas(zero, Reduction(algorithm), "float32")
+        loss_and_grads, _ = in_block_view(settings, None, Stacking.of(partition_of(settings)), replicas, platform)
         assert loss_and_grads.__self__.skip_idle is skips
 
 
