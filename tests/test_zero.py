@@ -101,46 +101,46 @@ def parameter_bytes(found) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_held_follow_the_formulas(stage):
-    """Everything divides by 8 here: n Ψ-sized things are whole or an eighth, and Adam keeps two, and a count."""
+def test_bytes_held_and_sent_follow_the_formulas(stage):
+    """Everything divides by 8 here: what is in parts is an eighth; Adam keeps two, and a count and a learning rate."""
     found = compiled(zero=stage)
     whole, memory = parameter_bytes(found), found.report.memory
     assert memory.parameters_bytes == whole // (8 if stage == 3 else 1)
     assert memory.gradients_bytes == whole // (8 if stage >= 2 else 1)
     assert memory.optimizer_bytes == 2 * whole // (8 if stage >= 1 else 1) + 2 * 4
+    share, bytes_sent = 7 / 8 * whole, sent(found)
+    if stage == 0:  # the loss and the token count travel with the gradients
+        assert bytes_sent == pytest.approx({"all-reduce": 2 * share}, rel=1e-4)
+    elif stage < 3:
+        assert bytes_sent == pytest.approx({"reduce-scatter": share, "all-gather": share}, rel=1e-6)
+    else:  # gathered twice, but for the embedding, whose table the backward pass does not need, and the head's
+        tables = 7 / 8 * 2 * 512 * 24 * 4
+        assert bytes_sent["reduce-scatter"] == pytest.approx(share, rel=1e-6)
+        assert bytes_sent["all-gather"] == pytest.approx(2 * share - tables, rel=5e-3)  # nor those of norms
+        assert sum(bytes_sent.values()) <= 1.5 * 2 * share
+    counts = {row.op: row.count_per_step for row in found.report.collectives}
+    if stage in (1, 2):  # one for each of 9 stacked parameters and 3 others, or layer by layer
+        assert counts["reduce-scatter"] == (12 if stage == 1 else 3 * 9 + 3)
 
 
-@pytest.mark.parametrize(("stage", "wanted"), [(0, {"all-reduce": 2}), (1, {"reduce-scatter": 1, "all-gather": 1})])
-def test_bytes_sent_over_data_are_those_of_an_all_reduce(stage, wanted):
-    for microbatches in (1, 4):
-        found = compiled(zero=stage, microbatches=microbatches)
-        share = 7 / 8 * parameter_bytes(found)
-        assert {op: size for op, size in sent(found).items()} == pytest.approx(
-            {op: times * share for op, times in wanted.items()},
-            rel=1e-4,  # the loss and token count travel with the gradients
-        )
-
-
-def test_stage_2_scatters_layer_by_layer_and_sends_no_more():
-    one, four = compiled(zero=2), compiled(zero=2, microbatches=4)
-    share = 7 / 8 * parameter_bytes(one)
-    for found in (one, four):
-        assert sent(found) == pytest.approx({"reduce-scatter": share, "all-gather": share}, rel=1e-6)
-    counts = [{row.op: row.count_per_step for row in found.report.collectives} for found in (one, four)]
-    assert counts[0]["reduce-scatter"] == 3 * 9 + 3  # each of 9 stacked parameters layer by layer, and 3 others
-    assert counts[1]["reduce-scatter"] == 9 + 3  # one for each parameter, once
-    whole = parameter_bytes(one)
-    assert one.report.memory.temp_bytes < compiled(zero=1).report.memory.temp_bytes - whole // 4
-    assert four.report.memory.gradients_bytes == whole
-
-
-def test_stage_3_sends_at_most_half_as_much_again_as_an_all_reduce():
-    found = compiled(zero=3)
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "overlapped"), (2, "end")])
+def test_four_microbatches_send_no_more_than_one(stage, schedule):
+    found = compiled(zero=stage, microbatches=4, schedule=schedule)
     share = 7 / 8 * parameter_bytes(found)
-    bytes_sent = sent(found)
-    assert bytes_sent["reduce-scatter"] == pytest.approx(share, rel=1e-6)
-    assert share < bytes_sent["all-gather"] <= 2 * share  # the table of the embedding is not needed backward
-    assert sum(bytes_sent.values()) <= 1.5 * sum(sent(compiled(zero=0)).values())
+    halves = {"reduce-scatter": share, "all-gather": share}
+    assert sent(found) == pytest.approx(halves if stage else {"all-reduce": 2 * share}, rel=1e-4)
+    assert found.report.memory.gradients_bytes == parameter_bytes(found)  # summed over microbatches before
+
+
+def test_stage_2_never_holds_whole_gradients_of_one_microbatch():
+    """Where parameters are most of the memory: measured 1.29 times their bytes in stage 1, 0.67 in stage 2."""
+    wide = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+    temporaries = []
+    for stage in (1, 2):
+        train = {"param_dtype": "float32", "compute_dtype": "float32", "global_batch": 16}
+        found = compile_step(config((8, 1, 1), model=wide, parallel={"zero": stage}, train=train), "cpu:8")
+        temporaries.append(found.report.memory.temp_bytes / parameter_bytes(found))
+    assert temporaries[0] > 1 and temporaries[1] < 0.75
 
 
 def test_stage_3_keeps_no_gathered_weights():
@@ -167,12 +167,6 @@ def scans(jaxpr):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from scans(inner)
-
-
-@pytest.mark.parametrize("schedule", ["end", "overlapped"])
-def test_gradients_are_reduced_once_a_step_by_either_schedule(schedule):
-    found = compiled(microbatches=8 // 2, schedule=schedule)
-    assert sent(found) == pytest.approx({"all-reduce": 2 * 7 / 8 * parameter_bytes(found)}, rel=1e-4)
 
 
 def test_half_the_bytes_are_sent_in_bfloat16():
