@@ -4,6 +4,7 @@
 |---|---|
 | `config.yaml` | the resolved config |
 | `metrics.jsonl` | a line of JSON for each logged step |
+| `start.txt` | what was printed at each start: layout, schedule, reduction and why |
 | `checkpoints/` | see `jaxpar.checkpoint` |
 | `tokens/` | text made into tokens |
 """
@@ -11,6 +12,7 @@
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,12 @@ def write_config(config: Config, run_dir: Path) -> None:
         os.replace(written, run_dir / "config.yaml")
     except OSError as error:
         raise InputError(f"{run_dir / 'config.yaml'} cannot be written: {error.strerror}.") from error
+
+
+def add_start_report(lines: Sequence[str], run_dir: Path) -> None:
+    """Add to `start.txt` what a start has printed."""
+    with (run_dir / "start.txt").open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, "", ""]))
 
 
 def _make(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/`, an
 The loop never waits for the step it has just started: it reads the metrics of the step before.
 """
 
+import math
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxpar import run_folder
@@ -25,11 +27,14 @@ from jaxpar.config import CheckFailed, Config
 from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
 from jaxpar.data.sources import Data, open_data
+from jaxpar.drift import DriftCheck, message
 from jaxpar.flops import flops_per_token, parameter_count, peak_flops_per_second
 from jaxpar.layers.attention import choose_implementation
+from jaxpar.mesh import DATA, shard_bytes
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.step import MakeModel, Program, TrainState, build, partition_of
+from jaxpar.zero import REPLICATED_SHARE
 
 
 def train(
@@ -48,7 +53,8 @@ def train(
 
     Raises:
         InputError: what a user can put right: data, run folder, full disk.
-        CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite.
+        CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite; or when copies of
+            the state that should be equal were not, and were not to be or could not be repaired.
     """
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
@@ -59,11 +65,13 @@ def train(
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         resumed = checkpoints.latest_step()
-        for line in start_report(config, mesh, data, resumed):
+        report = list(start_report(config, program, data, resumed))
+        for line in report:
             _say(console, line)
         state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
         if main:
             run_folder.write_config(config, run_dir)
+            run_folder.add_start_report(report, run_dir)
         first = resumed or 0
         writer = stack.enter_context(
             MetricsWriter(run_dir, config.log.tensorboard, first, process_index=jax.process_index())
@@ -71,8 +79,11 @@ def train(
         batches = stack.enter_context(
             Batches(data.train, program.batch_sharding, first, max(first, config.train.steps))
         )
+        drift = DriftCheck(mesh, program.abstract_state, first) if config.train.drift_check_every else None
+        if drift:
+            _say(console, f"drift check: every {config.train.drift_check_every} steps, {drift}")
         bar = stack.enter_context(_progress(console))
-        run = Run(config, program, data, checkpoints, writer, bar, first)
+        run = Run(config, program, data, checkpoints, writer, bar, first, drift)
         with _asked_to_stop() as signals:
             last = run.steps(state, batches, first, signals)
         checkpoints.wait()
@@ -106,8 +117,9 @@ class Run:
         writer: MetricsWriter,
         bar: Progress,
         first: int,
+        drift: DriftCheck | None = None,
     ) -> None:
-        self.config, self.program, self.data = config, program, data
+        self.config, self.program, self.data, self.drift = config, program, data, drift
         self.checkpoints, self.writer, self.bar = checkpoints, writer, bar
         device = program.mesh.devices.flat[0]
         self.clock = StepClock(
@@ -123,7 +135,7 @@ class Run:
 
         Raises:
             SystemExit: with 128 + the signal's number, after the step during which a signal came, which is saved.
-            CheckFailed: after too many steps in a row that were not applied.
+            CheckFailed: after too many steps in a row that were not applied, or when copies drifted.
         """
         train = self.config.train
         pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -131,6 +143,8 @@ class Run:
             state, metrics = self.program.train_step(state, batch)
             bad = self._report(*pending) if pending else 0
             pending = step, metrics
+            if train.drift_check_every and step % train.drift_check_every == 0:
+                state = self._without_drift(step, state, metrics)
             stop = _stop_signal(signals, step)
             evaluating = self.data.validation if self._due(step, train.eval_every) else None
             saving = stop or self._due(step, self.config.checkpoint.every)
@@ -182,6 +196,22 @@ class Run:
             _say(self.bar.console, text)
         return bad
 
+    def _without_drift(self, step: int, state: TrainState, metrics: dict[str, jax.Array]) -> TrainState:
+        """The state, with all its copies equal: a check, which waits for the step, and what the config wants done."""
+        assert self.drift
+        drifts = self.drift.check(state, step)
+        if not drifts:
+            return state
+        said = message(drifts, self.drift.mesh)
+        if self.config.train.drift_action == "stop" or any(drift.good is None for drift in drifts):
+            self._report(step, metrics)
+            self.checkpoints.wait()
+            latest = self.checkpoints.latest_step()
+            saved = "there is no checkpoint yet" if latest is None else f"the newest checkpoint is of step {latest}"
+            raise CheckFailed(f"{said}\nThis state is not saved; {saved}.")
+        _say(self.bar.console, f"{said}\nThe majority's copies were given to the others.")
+        return self.drift.resynchronise(state, drifts)
+
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.config.train.steps or bool(every and step % every == 0)
 
@@ -205,8 +235,9 @@ def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> d
     return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
 
 
-def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) -> Iterator[str]:
+def start_report(config: Config, program: Program, data: Data, resumed: int | None) -> Iterator[str]:
     """What a person wants to know before the first step, a line each."""
+    mesh = program.mesh
     device = mesh.devices.flat[0]
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
@@ -217,6 +248,11 @@ def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) ->
             config.parallel.schedule, config.mesh.pipe, config.parallel.microbatches, config.parallel.chunks
         )
         yield f"pipeline: {schedule.name}, bubble {schedule.bubble:.1%}; {partition_of(config)}"
+    if config.mesh.data > 1:
+        when = "at the end" if config.grad_reduce.schedule == "end" else "inside the last backward pass"
+        yield f"gradients: reduced {when} by {program.grad_reduce.reason}"
+    if config.parallel.zero:
+        yield from zero_report(program)
     yield from data.summary
     parameters = parameter_count(config.model)
     yield (
@@ -233,6 +269,24 @@ def start_report(config: Config, mesh: Mesh, data: Data, resumed: int | None) ->
         yield f"run: {config.train.run_dir}, continued after step {resumed}"
     else:
         yield f"run: {config.train.run_dir} has already done {resumed} steps; set train.steps higher to continue it"
+
+
+def zero_report(program: Program) -> Iterator[str]:
+    """What a ZeRO stage leaves on one device, and what it could not split."""
+    state = program.abstract_state
+    held = {"parameters": state.params, "gradients": program.abstract_grads, "optimizer": state.opt_state}
+    sizes = ", ".join(f"{name} {decimal(shard_bytes(tree))}" for name, tree in held.items())
+    yield f"ZeRO stage {program.zero.stage}: one device holds {sizes}"
+    if whole := program.zero.replicated(state.params):
+        total = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state.params))
+        share = sum(whole.values()) / total
+        names = ", ".join(f"{name} {decimal(size)}" for name, size in sorted(whole.items(), key=lambda item: -item[1]))
+        warning = "warning: " if share > REPLICATED_SHARE else ""
+        replicas = program.mesh.shape[DATA]
+        yield (
+            f"{warning}{share:.2%} of the parameters' bytes stay whole on every replica, having no free dim that "
+            f"{replicas} divides: {names}"
+        )
 
 
 def _say(console: Console, text: str) -> None:

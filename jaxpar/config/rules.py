@@ -48,7 +48,8 @@ def divisors(value: int) -> list[int]:
         >>> divisors(12)
         [1, 2, 3, 4, 6, 12]
     """
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})
 
 
 def open_axis(mesh: MeshConfig, devices: int) -> dict[str, int]:
