@@ -142,6 +142,69 @@ def schedule(
     report.run(name, stages, microbatches, chunks, plot, as_json=as_json)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A config (.yaml), a Hugging Face config.json, or sizes: "
+            "layers=32,hidden=4096,heads=32,kv=8,ffn=14336,vocab=128256 (also head_dim=, tied=true, architecture=).",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Hosts × device × devices each, as 8xh100x8, or a cluster's YAML file.")
+    ] = None,
+    global_batch_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of a step, as 4M (M: 2^20) or 4_194_304; default: the config's batch.")
+    ] = None,
+    seq: Annotated[str | None, typer.Option(help="Tokens of a sequence; default: the config's, else 4096.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Meshes to list.")] = 10,
+    tensor_across_hosts: Annotated[
+        bool, typer.Option("--tensor-across-hosts", help="Let tensor groups span hosts.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and time into this .png, .svg or .pdf.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write a config with the best layout here.")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Instead of planning, fit the cluster's factors to measured layouts (CSV).")
+    ] = None,
+    system: Annotated[
+        str, typer.Option(help="With --fit: whose programs were measured, jaxpar, nanotron or megatron.")
+    ] = "jaxpar",
+    output: Annotated[Path | None, typer.Option(help="With --fit: the cluster file (.yaml) to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest layout for a model on a cluster, and say why the others lose; exit 1 if nothing fits."""
+    if cluster is None:
+        raise InputError("jaxpar plan needs --cluster, for instance --cluster 8xh100x8.")
+    if fit or output:
+        if fit is None or output is None or as_json:
+            raise InputError("--fit MEASURED.csv needs --output HARDWARE.yaml, and the other way round; not --json.")
+        from jaxpar.planner import command
+
+        command.fit(fit, cluster, output, model=model, sequence_length=seq, system=system)
+        return
+    if model is None:
+        raise InputError("jaxpar plan needs MODEL: a config, a Hugging Face config.json, or sizes.")
+    from jaxpar.planner import command
+
+    found = command.run(
+        model,
+        cluster,
+        global_batch_tokens=global_batch_tokens,
+        sequence_length=seq,
+        top=top,
+        tensor_across_hosts=tensor_across_hosts,
+        plot_file=plot,
+        config_file=write,
+        as_json=as_json,
+        words=["jaxpar", *sys.argv[1:]],
+    )
+    if not found:
+        raise typer.Exit(1)
+
+
 @bench.command("step")
 def bench_step(
     pairs: Annotated[int, typer.Option(min=1, help="Measurements of each program, alternating.")] = 7,
@@ -183,6 +246,58 @@ def bench_layers(
 
     config, _ = mesh.start(config)
     layers.run(config, repeats=repeats, as_json=as_json)
+
+
+@bench.command("collectives")
+def bench_collectives(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    axis: Annotated[
+        str | None, typer.Option(help="data, pipe or tensor; default: each that has several devices.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Bytes of the buffers, as in 1K,64K,1M; default: 1 KB and its doubles.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1024, help="Bytes of the largest buffer; default: what fits, 4 MB on CPU.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of which the median counts.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Write all rows here (JSON), for grad_reduce.table.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidths into this .png, .svg or .pdf.")] = None,
+    links: Annotated[
+        Path | None, typer.Option(help="Measure each link over data, too, and write a matrix for grad_reduce.links.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure every all-reduce algorithm over sizes and mesh axes, as nccl-tests does."""
+    config = load_config(config_file, overrides or ())
+    from jaxpar import mesh
+    from jaxpar.bench import collectives
+
+    config, devices = mesh.start(config)
+    collectives.run(
+        config,
+        devices,
+        axis=axis,
+        sizes=sizes,
+        max_bytes=max_bytes,
+        repeats=repeats,
+        output=output,
+        plot=plot,
+        links=links,
+        as_json=as_json,
+    )
+
+
+@bench.command("matmul")
+def bench_matmul(
+    output: Annotated[Path | None, typer.Option(help="Write a cluster file (.yaml) for jaxpar plan here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast this machine's device multiplies matrices of each size, for jaxpar plan."""
+    from jaxpar.bench import matmul
+
+    matmul.run(output=output, as_json=as_json)
 
 
 def _print_summary(summary: dict[str, Any], as_json: bool) -> None:

@@ -4,7 +4,6 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/`, an
 The loop never waits for the step it has just started: it reads the metrics of the step before.
 """
 
-import math
 import signal
 import threading
 import time
@@ -18,7 +17,6 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxpar import run_folder
@@ -28,13 +26,10 @@ from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
 from jaxpar.data.sources import Data, open_data
 from jaxpar.drift import DriftCheck, message
-from jaxpar.flops import flops_per_token, parameter_count, peak_flops_per_second
-from jaxpar.layers.attention import choose_implementation
-from jaxpar.mesh import DATA, shard_bytes
+from jaxpar.flops import flops_per_token, peak_flops_per_second
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
-from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.step import MakeModel, Program, TrainState, build, partition_of
-from jaxpar.zero import REPLICATED_SHARE
+from jaxpar.start_report import start_report
+from jaxpar.step import MakeModel, Program, TrainState, build
 
 
 def train(
@@ -65,23 +60,21 @@ def train(
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         resumed = checkpoints.latest_step()
-        report = list(start_report(config, program, data, resumed))
+        first = resumed or 0
+        drift = DriftCheck(mesh, program.abstract_state, first) if config.train.drift_check_every else None
+        report = list(start_report(config, program, data, drift, resumed))
         for line in report:
             _say(console, line)
         state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
         if main:
             run_folder.write_config(config, run_dir)
             run_folder.add_start_report(report, run_dir)
-        first = resumed or 0
         writer = stack.enter_context(
             MetricsWriter(run_dir, config.log.tensorboard, first, process_index=jax.process_index())
         )
         batches = stack.enter_context(
             Batches(data.train, program.batch_sharding, first, max(first, config.train.steps))
         )
-        drift = DriftCheck(mesh, program.abstract_state, first) if config.train.drift_check_every else None
-        if drift:
-            _say(console, f"drift check: every {config.train.drift_check_every} steps, {drift}")
         bar = stack.enter_context(_progress(console))
         run = Run(config, program, data, checkpoints, writer, bar, first, drift)
         with _asked_to_stop() as signals:
@@ -233,60 +226,6 @@ def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> d
         sums = [program.eval_step(params, batch) for batch in batches]
     loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
     return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
-
-
-def start_report(config: Config, program: Program, data: Data, resumed: int | None) -> Iterator[str]:
-    """What a person wants to know before the first step, a line each."""
-    mesh = program.mesh
-    device = mesh.devices.flat[0]
-    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
-    yield f"mesh: {axes} = {mesh.size} devices ({device.device_kind}, {processes})"
-    yield f"batch: {config.batch_derivation()}"
-    if config.mesh.pipe > 1:
-        schedule = make_schedule(
-            config.parallel.schedule, config.mesh.pipe, config.parallel.microbatches, config.parallel.chunks
-        )
-        yield f"pipeline: {schedule.name}, bubble {schedule.bubble:.1%}; {partition_of(config)}"
-    if config.mesh.data > 1:
-        when = "at the end" if config.grad_reduce.schedule == "end" else "inside the last backward pass"
-        yield f"gradients: reduced {when} by {program.grad_reduce.reason}"
-    if config.parallel.zero:
-        yield from zero_report(program)
-    yield from data.summary
-    parameters = parameter_count(config.model)
-    yield (
-        f"model: {config.model.architecture}, {parameters:,} parameters in {config.train.param_dtype}, computed in "
-        f"{config.train.compute_dtype}"
-    )
-    kernel, reason = choose_implementation(
-        config.model.attn_implementation, config.train.compute_dtype, device.platform
-    )
-    yield f"attention: {kernel} ({reason})"
-    if resumed is None:
-        yield f"run: {config.train.run_dir}, from the start"
-    elif resumed < config.train.steps:
-        yield f"run: {config.train.run_dir}, continued after step {resumed}"
-    else:
-        yield f"run: {config.train.run_dir} has already done {resumed} steps; set train.steps higher to continue it"
-
-
-def zero_report(program: Program) -> Iterator[str]:
-    """What a ZeRO stage leaves on one device, and what it could not split."""
-    state = program.abstract_state
-    held = {"parameters": state.params, "gradients": program.abstract_grads, "optimizer": state.opt_state}
-    sizes = ", ".join(f"{name} {decimal(shard_bytes(tree))}" for name, tree in held.items())
-    yield f"ZeRO stage {program.zero.stage}: one device holds {sizes}"
-    if whole := program.zero.replicated(state.params):
-        total = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state.params))
-        share = sum(whole.values()) / total
-        names = ", ".join(f"{name} {decimal(size)}" for name, size in sorted(whole.items(), key=lambda item: -item[1]))
-        warning = "warning: " if share > REPLICATED_SHARE else ""
-        replicas = program.mesh.shape[DATA]
-        yield (
-            f"{warning}{share:.2%} of the parameters' bytes stay whole on every replica, having no free dim that "
-            f"{replicas} divides: {names}"
-        )
 
 
 def _say(console: Console, text: str) -> None:

@@ -27,7 +27,7 @@ ROWS = [
     ["verify", "drift"],
     ["planner"],
     ["parameter_server"],
-    ["run_folder", "trainer", "launch"],
+    ["run_folder", "start_report", "trainer", "launch"],
     ["bench"],
     ["cli"],
 ]
