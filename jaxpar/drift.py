@@ -109,7 +109,7 @@ class DriftCheck:
         return [drift for i in found for drift in self._drifts(i, sums[..., i, :], step)]
 
     def resynchronise(self, state: Any, drifts: Sequence[Drift]) -> Any:
-        """Give every device the majority's copy of the leaves that drifted.
+        """Give every device the majority's copy of the leaves that drifted; it takes three copies for one.
 
         An all-reduce of their bits along the axes of their copies, each sent as 4 bytes at least. Their buffers in
         `state` are donated.

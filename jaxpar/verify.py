@@ -166,7 +166,8 @@ def _compare_trees(kind: str, got: Params, want: Params, floor: float = 0.0) -> 
 
 def run(config: Config, mesh: Mesh, *, as_json: bool = False, worst: int = 10, print_: Callable = print) -> bool:
     """Compare, print a table of the worst offenders or JSON, and say whether all is within tolerance."""
-    report = compare(config, mesh)
+    with Console(stderr=True).status("one step on the mesh, and one on a single device"):
+        report = compare(config, mesh)
     if as_json:
         print_(json.dumps(asdict(report)))
         return report.ok

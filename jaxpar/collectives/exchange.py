@@ -6,9 +6,11 @@ which the receiver adds what arrives to its own, until each block is summed on o
 takes what arrives for its own. So every device ends with copies of the same sums, bit for bit.
 
 A step is one `lax.ppermute`, in which a device sends to one other at the most and receives from one at the most.
-Steps are unrolled, so that XLA may run each of them beside other work and several buckets in turn. The program grows
-with that: about 10 instructions a step and bucket. Letters: B blocks, C elements of a block, N elements of the
-buffer, S steps, n devices of the axis, K elements of an n-th part.
+There is no loop around them, so that XLA may run each beside other work. The program grows with that: on GPU a permute
+and three kernels for each step and bucket.
+
+Letters: n devices of the axis, B blocks, C elements of a block, N elements of the buffer, K elements of an n-th part
+of it, S steps.
 """
 
 import math
@@ -50,9 +52,9 @@ class Exchange:
         blocks: into how many equal blocks the buffer is cut; it is padded with zeros, fewer than `blocks`.
         reduce: steps that add.
         share: steps that copy.
-        rows: where in the buffer, in n-th parts, each device has a part that is summed to the end (and, to sum all
-            of it, is padded); to scatter, that part is the block of its position.
-        scatter_shares: how many of the steps in `share` it takes, after all of `reduce`, until this is so.
+        rows: for each device an n-th part of the buffer that it has the sum of before the end, counted from 0; where
+            each device is to have only its own part, it goes there.
+        scatter_shares: how many of the steps in `share` that takes, after all of `reduce`.
     """
 
     devices: int
@@ -101,7 +103,7 @@ def _as_bits(dtype: Any) -> bool:
 
 
 def all_reduce(x_N: jax.Array, axis: str, exchange: Exchange, wire: Any = None) -> jax.Array:
-    """Sum over `axis` by the steps of `exchange`. In block view.
+    """Sum over `axis` by the steps of `exchange`. In block view. Plain: `x.sum(devices)`, on every device.
 
     Args:
         x_N: varying over `axis`, of the type in which sums are made.
@@ -120,7 +122,7 @@ def all_reduce(x_N: jax.Array, axis: str, exchange: Exchange, wire: Any = None) 
 
 
 def reduce_scatter(x_nK: jax.Array, axis: str, exchange: Exchange, wire: Any = None) -> jax.Array:
-    """Sum over `axis`, of which position i of the axis gets row i. In block view.
+    """Sum over `axis`, of which position i gets row i. In block view. Plain: `x.sum(devices)[i]`.
 
     Ring and hierarchical send (n-1)/n of the buffer, as does halving and doubling among 2, 4, 8, … devices. The
     others have no such reduce-scatter: a tree, and halving and doubling among other numbers, sum all rows on all
@@ -140,7 +142,7 @@ def reduce_scatter(x_nK: jax.Array, axis: str, exchange: Exchange, wire: Any = N
     rows = np.array(exchange.rows)
     if (rows != np.arange(n)).any():
         x_nK = x_nK[np.argsort(rows)]
-    # Blocks and rows must begin together where a device has whole blocks.
+    # Whole blocks make up n rows, and those of a host its rows: neither may be cut.
     x_nK = jnp.pad(x_nK, ((0, 0), (0, -K % (exchange.blocks // math.gcd(n, exchange.blocks)))))
     x_BC = _add(x_nK.reshape(exchange.blocks, -1), axis, exchange.reduce, wire)
     if exchange.scatter_shares:
@@ -190,7 +192,11 @@ def _run(
     pack: Callable[[jax.Array], jax.Array],
     take: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Let each device do what the steps say for its position: send `pack(part)`, keep `take(own part, arrived)`."""
+    """Let each device do what the steps say for its position: send `pack(part)`, keep `take(own part, arrived)`.
+
+    Without the barriers XLA's GPU backend may fuse into each step the updates of all steps before it: 21 s of
+    compiling in place of 0.7 for a ring of 8 with bfloat16 on the wire (jax 0.10.2, for H100).
+    """
     n = lax.axis_size(axis)
     first_sent = np.zeros((len(steps), n), np.uint32)
     first_taken = np.zeros((len(steps), n), np.uint32)

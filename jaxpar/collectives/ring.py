@@ -68,9 +68,9 @@ def ring_steps(n: int, order: Sequence[int] | None = None) -> Exchange:
 def ring_reduce_scatter(
     x_nK: jax.Array, axis: str, order: Sequence[int] | None = None, wire_dtype: Any = None
 ) -> jax.Array:
-    """Sum over `axis`; position i gets row i, `[K]`. n-1 permutes of K elements. See `reduce_scatter`.
+    """Sum over `axis`, in the type of `x_nK`; position i gets row i, `[K]`. n-1 permutes of K elements.
 
-    Plain: `x.sum(devices)[i]`.
+    Plain: `x.sum(devices)[i]`. See `jaxpar.collectives.exchange.reduce_scatter`.
     """
     return reduce_scatter(x_nK, axis, ring_steps(axis_size(axis), order), wire_dtype)
 
@@ -78,6 +78,6 @@ def ring_reduce_scatter(
 def ring_all_gather(x_K: jax.Array, axis: str, order: Sequence[int] | None = None, wire_dtype: Any = None) -> jax.Array:
     """The rows of all devices of `axis`, `[n, K]`, that of position i in row i. n-1 permutes of K elements.
 
-    Plain: `stack(x of each device)`.
+    Plain: `stack(x of each device)`. See `jaxpar.collectives.exchange.all_gather`.
     """
     return all_gather(x_K, axis, ring_steps(axis_size(axis), order), wire_dtype)

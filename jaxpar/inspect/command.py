@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from rich.console import Console
+
 from jaxpar.config import Config, InputError
 from jaxpar.inspect import printing
 from jaxpar.inspect.compiling import compile_step
@@ -25,7 +27,8 @@ def run(
     for file in (hlo_file, plot_file):
         if file and not file.parent.is_dir():
             raise InputError(f"{file}: there is no folder {file.parent}.")
-    step = compile_step(config, target, compiler_flags=compiler_flags)
+    with Console(stderr=True).status("compiling"):
+        step = compile_step(config, target, compiler_flags=compiler_flags)
     if hlo_file:
         hlo_file.write_text(step.compiled.as_text() or "", encoding="utf-8")
     if plot_file:

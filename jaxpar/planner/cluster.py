@@ -1,0 +1,217 @@
+"""The machines that a plan is for: devices, hosts, links, and how much of their datasheets they reach.
+
+Rates come from `jaxpar.hardware`. What a machine reaches of them are a few named factors with bounds, which
+`jaxpar plan --fit` finds from measured steps and writes into a YAML file; such a file can be given in place of a name.
+
+    device: h100              # a name in jaxpar.hardware, or with `datasheet` a new one
+    hosts: 8
+    per_host: 8
+    usable: 0.95              # share of the memory that a program may fill
+    efficiency: {matmul: 0.75, network: 1.0, ...}
+    datasheet: {flops_per_second: ..., memory_bytes: ..., ...}   # figures that replace the device's
+    matmul: {bfloat16: [[1024, 0.4], [8192, 0.8]]}               # measured: size of a cube, share of the peak
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxpar.config import InputError
+from jaxpar.hardware import DEVICES, Device
+
+FORM = "HOSTSxDEVICExCOUNT, as 8xh100x8 (8 hosts of 8 H100), DEVICExCOUNT for one host, or the path of a YAML file"
+DATASHEET = ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "nvlink_bytes_per_second")
+DATASHEET += ("network_bytes_per_second",)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What a machine reaches, and its fixed costs. The defaults are for jaxpar's compiled programs.
+
+    Attributes:
+        matmul: share of the peak that large matrix multiplications reach.
+        memory: share of the memory's rate that other operations reach.
+        network: times the usual bandwidth between hosts (`jaxpar.planner.links`).
+        latency: times the usual latency of a collective's hop between hosts.
+        layer_seconds: least time of one layer, forward and backward, for one microbatch: what starting kernels takes.
+        stage_layer_seconds: what that grows by for each device of `tensor` when stages lie on several hosts.
+        hop_seconds: what a message to the next stage takes besides its bytes.
+        step_seconds: once a step: the batch, the optimizer's kernels, logging.
+    """
+
+    matmul: float = 0.75
+    memory: float = 0.8
+    network: float = 1.0
+    latency: float = 1.0
+    layer_seconds: float = 3e-4
+    stage_layer_seconds: float = 0.0
+    hop_seconds: float = 2e-5
+    step_seconds: float = 5e-3
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "matmul": (0.2, 1.0),
+    "memory": (0.2, 1.0),
+    "network": (0.1, 4.0),
+    "latency": (0.1, 100.0),
+    "layer_seconds": (1e-5, 1e-2),
+    "stage_layer_seconds": (0.0, 1e-2),
+    "hop_seconds": (0.0, 0.1),
+    "step_seconds": (0.0, 0.5),
+}
+"""What each factor may be: in a file, and in a fit."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of equal devices.
+
+    Attributes:
+        device: datasheet figures of one device.
+        hosts: number of hosts.
+        per_host: devices on each.
+        efficiency: what they reach.
+        usable: share of the device's memory that a program may fill; CUDA, NCCL and the allocator take the rest.
+        matmul: by dtype, measured (size, share of the peak) of cubes, ascending; where given, in place of the factor.
+    """
+
+    device: Device
+    hosts: int
+    per_host: int
+    efficiency: Efficiency = Efficiency()
+    usable: float = 0.92
+    matmul: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: a search asks for it a hundred thousand times."""
+        return hash((self.device, self.hosts, self.per_host, self.efficiency, self.usable))
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.hosts * self.per_host
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of one device that a program may fill."""
+        return self.usable * self.device.memory_bytes
+
+    def to_yaml(self) -> str:
+        """The cluster as a file that `parse_cluster` reads back."""
+        values: dict[str, Any] = {
+            "device": self.device.name.lower(),
+            "hosts": self.hosts,
+            "per_host": self.per_host,
+            "usable": self.usable,
+            "efficiency": {name: float(f"{value:.6g}") for name, value in asdict(self.efficiency).items()},
+        }
+        if self.device != DEVICES.get(self.device.name):
+            values["datasheet"] = {name: getattr(self.device, name) for name in ("source", *DATASHEET)}
+        if self.matmul:
+            values["matmul"] = {dtype: [list(point) for point in points] for dtype, points in self.matmul.items()}
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Read `8xh100x8` (8 hosts of 8 H100), `h100x8` (one host), or a YAML file.
+
+    Raises:
+        InputError: when the device is not known, the text is in no such form, or the file is not a cluster.
+
+    Example:
+        >>> cluster = parse_cluster("8xh100x8")
+        >>> cluster.hosts, cluster.device.name, cluster.per_host, cluster.devices
+        (8, 'H100', 8, 64)
+    """
+    if text.lower().endswith((".yaml", ".yml")):
+        return _from_file(text)
+    form = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9\-]*)x([1-9]\d*)", text.lower())
+    if not form:
+        raise InputError(f"--cluster {text}: must be hosts × devices. Write {FORM}.")
+    return Cluster(_device(form[2], f"--cluster {text}"), int(form[1] or 1), int(form[3]))
+
+
+def _device(name: str, where: str) -> Device:
+    if name.upper() not in DEVICES:
+        near = difflib.get_close_matches(name.upper(), DEVICES, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0].lower()}?" if near else ""
+        raise InputError(f"{where}: no device is called {name}. Devices: {', '.join(DEVICES).lower()}.{hint}")
+    return DEVICES[name.upper()]
+
+
+def _from_file(path: str) -> Cluster:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--cluster {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"--cluster {path}: is not YAML: {getattr(error, 'problem', error)}.") from None
+    keys = {"device", "hosts", "per_host", "usable", "efficiency", "datasheet", "matmul"}
+    _check_keys(path, "the file", values, keys, needed={"device", "hosts", "per_host"})
+    for name in ("hosts", "per_host"):
+        if not isinstance(values[name], int) or values[name] < 1:
+            raise InputError(f"{path}: {name} = {values[name]}: must be a whole number, at least 1.")
+    efficiency = values.get("efficiency") or {}
+    _check_keys(path, "efficiency", efficiency, set(BOUNDS))
+    for name, value in efficiency.items():
+        _check_number(path, f"efficiency.{name}", value, *BOUNDS[name])
+    usable = values.get("usable", Cluster.usable)
+    _check_number(path, "usable", usable, 0.1, 1.0)
+    return Cluster(
+        _datasheet(path, values),
+        values["hosts"],
+        values["per_host"],
+        Efficiency(**efficiency),
+        usable,
+        _curves(path, values.get("matmul") or {}),
+    )
+
+
+def _datasheet(path: str, values: Mapping[str, Any]) -> Device:
+    own = values.get("datasheet") or {}
+    _check_keys(path, "datasheet", own, {"source", *DATASHEET})
+    for name in own.keys() - {"source"}:
+        _check_number(path, f"datasheet.{name}", own[name], 1.0, 1e18)
+    if str(values["device"]).upper() in DEVICES or not own:
+        return replace(_device(str(values["device"]), path), **own)
+    missing = [f.name for f in fields(Device) if f.name not in {"name", "source", *own}]
+    if missing:
+        raise InputError(
+            f"{path}: device {values['device']} is not known, so datasheet needs {', '.join(missing)} too."
+        )
+    return Device(name=str(values["device"]), **{"source": path, **own})
+
+
+def _curves(path: str, curves: Any) -> dict[str, tuple[tuple[float, float], ...]]:
+    _check_keys(path, "matmul", curves, {"bfloat16", "float32"})
+    for dtype, points in curves.items():
+        pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
+        if not pairs or not points or not all(x > 0 and 0 < share <= 1 for x, share in points):
+            raise InputError(f"{path}: matmul.{dtype}: must be a list of [size, share of the peak], shares in (0, 1].")
+    return {dtype: tuple(sorted((float(x), float(y)) for x, y in points)) for dtype, points in curves.items()}
+
+
+def _check_keys(path: str, where: str, values: Any, known: set[str], needed: set[str] = frozenset()) -> None:  # pyright: ignore[reportArgumentType]
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: {where} must hold keys: {', '.join(sorted(known))}.")
+    for key in values.keys() - known:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
+        raise InputError(f"{path}: {where} has an unknown key {key}.{hint}")
+    if missing := sorted(needed - values.keys()):
+        raise InputError(f"{path}: {', '.join(missing)} missing.")
+
+
+def _check_number(path: str, key: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InputError(f"{path}: {key} = {value}: must be a number in [{low:g}, {high:g}].")

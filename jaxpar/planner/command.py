@@ -1,0 +1,128 @@
+"""What `jaxpar plan` does."""
+
+import importlib.util
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxpar.config import Config, InputError
+from jaxpar.config.rules import divisors
+from jaxpar.planner import explain, fitting, written
+from jaxpar.planner.cluster import Cluster, parse_cluster
+from jaxpar.planner.layout import Workload
+from jaxpar.planner.measured import STUDY
+from jaxpar.planner.model import Given, count, read
+from jaxpar.planner.plan import make_plan
+
+
+def run(
+    model: str,
+    cluster: str,
+    *,
+    global_batch_tokens: str | None = None,
+    sequence_length: str | None = None,
+    top: int = 10,
+    tensor_across_hosts: bool = False,
+    plot_file: Path | None = None,
+    config_file: Path | None = None,
+    as_json: bool = False,
+    words: Sequence[str] = (),
+) -> bool:
+    """Plan, write the files that are asked for, print the plan, and say whether something fits.
+
+    Args:
+        model: a config, a Hugging Face config.json, or sizes.
+        cluster: as `parse_cluster` takes it.
+        global_batch_tokens: tokens of a step; None: the config's batch.
+        sequence_length: tokens of a sequence; None: the config's or the model's.
+        top: meshes that are listed.
+        tensor_across_hosts: whether groups over `tensor` may span hosts.
+        plot_file: a picture of the top layouts.
+        config_file: a config with the best layout.
+        as_json: print the plan as JSON.
+        words: the command line, for the comment in the config.
+
+    Raises:
+        InputError: for everything wrong in the input.
+    """
+    _check_files(plot_file, config_file)
+    machines = parse_cluster(cluster)
+    given = read(model, count(sequence_length, "--seq") if sequence_length else None)
+    notes = list(given.notes)
+    given = _with_batch(given, machines, global_batch_tokens, notes)
+    train = given.config.train
+    length = given.config.data.sequence_length
+    workload = Workload(length, train.global_batch, train.param_dtype, train.compute_dtype, given.config.optimizer.name)
+    with Console(stderr=True).status("pricing layouts"):
+        plan = make_plan(given.config, workload, machines, tensor_across_hosts=tensor_across_hosts, top=top)
+    if plot_file:
+        from jaxpar.planner.plot import draw
+
+        draw(plan, plot_file)
+    if config_file and plan.best:
+        config_file.write_text(written.text(plan, given, shlex.join(words)), encoding="utf-8")
+    if as_json:
+        print(plan.to_json())
+        return plan.best is not None
+    explain.show(plan)
+    for note in notes:
+        print(f"note: {note}")
+    if plot_file:
+        print(f"drawn in {plot_file}")
+    if config_file:
+        print(f"written to {config_file}" if plan.best else f"{config_file} is not written: nothing fits")
+    return plan.best is not None
+
+
+def fit(
+    measured: Path, cluster: str, output: Path, *, model: str | None, sequence_length: str | None, system: str
+) -> None:
+    """Fit a cluster's factors to measured layouts, write them, and say how well they predict the same runs.
+
+    Args:
+        measured: a CSV file, see `jaxpar.planner.measured`.
+        cluster: that was measured.
+        output: the .yaml file to write.
+        model: the one that lines of the model `model` are about.
+        sequence_length: tokens of a sequence, of all runs; None: 4096.
+        system: whose programs were measured.
+
+    Raises:
+        InputError: for everything wrong in the input.
+    """
+    length = count(sequence_length, "--seq") if sequence_length else 4096
+    models = STUDY | ({"model": read(model, length).config.model} if model else {})
+    fitting.run(measured, cluster, output, system=system, sequence_length=length, models=models)
+
+
+def _with_batch(given: Given, cluster: Cluster, tokens: str | None, notes: list[str]) -> Given:
+    """The task with its global batch; tokens that are no whole number of sequences become the nearest that divides."""
+    length = given.config.data.sequence_length
+    if tokens is None:
+        if given.filled_in:
+            raise InputError("--global-batch-tokens is missing: the tokens of a step, for instance 4M.")
+        return given
+    wanted = count(tokens, "--global-batch-tokens")
+    sequences, over = divmod(wanted, length)
+    if over:
+        unit = max(d for d in divisors(cluster.devices) if d <= max(1, round(wanted / length)))
+        sequences = max(1, round(wanted / length / unit)) * unit
+        notes.append(
+            f"{wanted:,} tokens are {wanted / length:,.2f} sequences of {length:,}; planned with {sequences:,} "
+            f"sequences, {sequences * length:,} tokens, which {cluster.devices} devices divide."
+        )
+    values = given.config.model_dump(mode="json")
+    values["train"]["global_batch"] = sequences
+    return Given(Config.from_dict(values), given.filled_in, given.notes)
+
+
+def _check_files(plot_file: Path | None, config_file: Path | None) -> None:
+    if plot_file and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib, which is not installed: pip install 'jaxpar[plot]'.")
+    for file in (plot_file, config_file):
+        if file and not file.parent.is_dir():
+            raise InputError(f"{file}: there is no folder {file.parent}.")
+    if plot_file and plot_file.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--plot {plot_file}: must end in .png, .svg or .pdf.")

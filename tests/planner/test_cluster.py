@@ -1,0 +1,89 @@
+"""Reading clusters, by name and from files, and what is said of wrong ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxpar.config import InputError
+from jaxpar.hardware import DEVICES
+from jaxpar.planner.cluster import BOUNDS, Cluster, Efficiency, parse_cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8xh100x8", ("H100", 8, 8)), ("a100x4", ("A100", 1, 4)), ("128xGB200x4", ("GB200", 128, 4))],
+)
+def test_names(text: str, expected: tuple[str, int, int]):
+    cluster = parse_cluster(text)
+    assert (cluster.device.name, cluster.hosts, cluster.per_host) == expected
+    assert cluster.devices == expected[1] * expected[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xh10x8", ["no device is called h10", "Did you mean h100?"]),
+        ("8xh100", ["must be hosts × devices", "8xh100x8"]),
+        ("0xh100x8", ["must be hosts × devices"]),
+        ("64", ["must be hosts × devices"]),
+        ("nowhere.yaml", ["nowhere.yaml", "cannot be read"]),
+    ],
+)
+def test_bad_names(text: str, said: list[str]):
+    with pytest.raises(InputError) as error:
+        parse_cluster(text)
+    assert all(words in str(error.value) for words in said), error.value
+
+
+def test_a_file_says_the_same(tmp_path):
+    device = replace(DEVICES["H100"], network_bytes_per_second=12e9)
+    wanted = Cluster(device, 4, 8, Efficiency(matmul=0.6), 0.9, {"bfloat16": ((1024.0, 0.4), (8192.0, 0.7))})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(wanted.to_yaml())
+    assert parse_cluster(str(path)) == wanted
+
+
+def test_a_device_of_ones_own(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    figures = "flops_per_second: 1.0e+14, memory_bytes: 64000000000, memory_bytes_per_second: 1.0e+12"
+    path.write_text(f"device: mine\nhosts: 2\nper_host: 4\ndatasheet: {{{figures}}}\n")
+    with pytest.raises(InputError, match="needs nvlink_bytes_per_second, network_bytes_per_second too"):
+        parse_cluster(str(path))
+    links = "nvlink_bytes_per_second: 1.0e+11, network_bytes_per_second: 1.0e+10"
+    path.write_text(f"device: mine\nhosts: 2\nper_host: 4\ndatasheet: {{{figures}, {links}}}\n")
+    assert parse_cluster(str(path)).device.network_bytes_per_second == 1e10
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("efficiency: {matmull: 0.5}", "Did you mean matmul?"),
+        ("efficiency: {matmul: 1.5}", r"efficiency.matmul = 1.5: must be a number in \[0.2, 1\]"),
+        ("usable: 2", r"usable = 2: must be a number in \[0.1, 1\]"),
+        ("hosts: 0", "hosts = 0: must be a whole number"),
+        ("matmul: {bfloat16: [[1024, 7]]}", "must be a list of"),
+        ("datasheet: {memory: 5}", "unknown key memory"),
+        ("speed: fast", "unknown key speed"),
+    ],
+)
+def test_bad_files(tmp_path, line: str, said: str):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"device: h100\nper_host: 8\n{line}\n" + ("" if "hosts" in line else "hosts: 1\n"))
+    with pytest.raises(InputError, match=said):
+        parse_cluster(str(path))
+
+
+def test_a_file_that_lacks_its_size(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: h100\n")
+    with pytest.raises(InputError, match="hosts, per_host missing"):
+        parse_cluster(str(path))
+
+
+def test_every_factor_has_bounds_that_hold_for_its_default():
+    assert set(BOUNDS) == set(Efficiency.__dataclass_fields__)
+    assert all(low <= getattr(Efficiency(), name) <= high for name, (low, high) in BOUNDS.items())
+
+
+def test_equal_clusters_have_equal_hashes():
+    assert hash(parse_cluster("8xh100x8")) == hash(parse_cluster("8xh100x8")) != hash(parse_cluster("4xh100x8"))

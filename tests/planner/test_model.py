@@ -1,0 +1,136 @@
+"""Reading what is to be planned."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpar.config import InputError
+from jaxpar.flops import parameter_count
+from jaxpar.planner.model import count, read
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "hf"
+QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
+LLAMA_8B = "layers=32,hidden=4096,heads=32,kv=8,ffn=14336,vocab=128256"
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000,
+}  # https://huggingface.co/Qwen/Qwen3-0.6B, shortened
+
+
+def write(folder: Path, values: object) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4M", 4 * 2**20), ("4_000_000", 4_000_000), ("512k", 2**19), ("1.5k", 1536), ("2g", 2**31), (" 7 ", 7)],
+)
+def test_numbers(text: str, number: int):
+    assert count(text, "tokens") == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "0", "-4", "4MB", "1e6", "0.3", "1.0005k", "four"])
+def test_what_is_no_number(text: str):
+    with pytest.raises(InputError, match=r"--seq = .*whole number"):
+        count(text, "--seq")
+
+
+def test_sizes():
+    given = read(LLAMA_8B, sequence_length=8192)
+    assert parameter_count(given.config.model) == 8_030_261_248  # Llama 3 8B
+    assert given.config.model.architecture == "llama" and given.config.data.sequence_length == 8192
+    assert (given.config.data.tokenizer, given.filled_in) == ("byte", ("data", "optimizer", "train"))
+    tied = read("layers=3,hidden=48,heads=4,ffn=64,vocab=1k,head_dim=16,tied=true,architecture=qwen3").config.model
+    assert (tied.vocab_size, tied.head_dim, tied.num_key_value_heads) == (1024, 16, 4)
+    assert tied.tie_word_embeddings and tied.traits.qk_norm
+    assert read("layers=3,hidden=48,heads=4,ffn=64,vocab=200").config.data.tokenizer == "data/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers=32,hidden=4096,ffn=2", "heads, vocab missing"),
+        ("layers=32,width=4096", "width=4096: sizes are NAME=VALUE.*hidden"),
+        (LLAMA_8B + ",kv=4", "kv is given twice"),
+        (LLAMA_8B + ",tied=maybe", "tied = maybe: must be true or false"),
+        (LLAMA_8B + ",architecture=gpt5", "architecture = gpt5: must be one of llama"),
+        (LLAMA_8B.replace("32", "many", 1), "layers = many: must be a whole number"),
+        (LLAMA_8B.replace("kv=8", "kv=5"), "num_key_value_heads 5"),  # the rules of configs hold
+        ("missing.yaml", "missing.yaml: No such file"),
+        ("missing.json", "missing.json: No such file"),
+        ("llama", "llama: must be a config .* sizes as layers=32"),
+    ],
+)
+def test_bad_models(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=said):
+        read(text)
+
+
+def test_hugging_face_models():
+    gpt2 = read(str(FIXTURES / "gpt2" / "config.json")).config.model
+    assert (gpt2.hidden_size, gpt2.intermediate_size, gpt2.num_hidden_layers) == (64, 256, 3)
+    assert (gpt2.hidden_act, gpt2.max_position_embeddings, gpt2.tie_word_embeddings) == ("gelu_new", 128, True)
+    llama = read(str(FIXTURES / "llama_gqa" / "config.json"))
+    assert (llama.config.model.num_key_value_heads, llama.config.model.head_dim) == (2, 8)
+    assert llama.config.data.sequence_length == 256  # the longest it has
+    qwen2 = read(str(FIXTURES / "qwen2" / "config.json")).config.model
+    assert qwen2.tie_word_embeddings and qwen2.rms_norm_eps == 1e-6 and qwen2.sliding_window is None
+
+
+def test_hugging_face_fields(tmp_path: Path):
+    qwen3 = read(write(tmp_path, QWEN3)).config.model
+    assert (qwen3.head_dim, qwen3.rope_theta) == (128, 1e6)  # transformers' default; a whole number in the file
+    assert parameter_count(qwen3) == 596_049_920  # its model card: 0.6B
+    mistral = QWEN3 | {"model_type": "mistral", "sliding_window": 4096}
+    assert read(write(tmp_path, mistral)).config.model.sliding_window == 4096
+    unused = QWEN3 | {"sliding_window": 4096, "use_sliding_window": False}
+    assert read(write(tmp_path, unused)).config.model.sliding_window is None
+    stretched = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    stretched["original_max_position_embeddings"] = 8192
+    scaled = read(write(tmp_path, QWEN3 | {"rope_scaling": stretched})).config.model.rope_scaling
+    assert scaled is not None and scaled.factor == 8
+    yarn = read(write(tmp_path, QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}))
+    assert yarn.config.model.rope_scaling is None and "yarn is left out" in yarn.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({k: v for k, v in QWEN3.items() if k not in ("hidden_size", "num_hidden_layers")}, "hidden_size, num_hidd"),
+        ({k: v for k, v in QWEN3.items() if k != "num_key_value_heads"}, "num_key_value_heads missing"),
+        ({"model_type": "gpt2", "n_embd": 64}, "vocab_size, n_layer, n_head, n_positions missing"),
+        (QWEN3 | {"model_type": "mixtral"}, 'model_type "mixtral" must be one of llama'),
+        ({}, "model_type null"),
+        (QWEN3 | {"hidden_size": "wide"}, "model.hidden_size"),
+        ([], "must hold an object"),
+    ],
+)
+def test_bad_hugging_face_files(values: object, said: str, tmp_path: Path):
+    with pytest.raises(InputError, match=said):
+        read(write(tmp_path, values))
+
+
+def test_text_that_is_no_json(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"a": 1,\n}')
+    with pytest.raises(InputError, match=r"config\.json, line 2"):
+        read(str(tmp_path / "config.json"))
+
+
+def test_a_config_keeps_everything_but_its_layout():
+    given = read(str(QUICKSTART))
+    assert given.filled_in == () and given.config.mesh.pipe == given.config.parallel.microbatches == 1
+    assert not given.config.parallel.sequence_parallel
+    assert given.config.train.global_batch == 16 and given.config.optimizer.warmup_steps == 10
+    assert given.config.data.sequence_length == 128 and given.config.checkpoint.every == 60
+    longer = read(str(QUICKSTART), sequence_length=256).config
+    assert longer.data.sequence_length == longer.model.max_position_embeddings == 256

@@ -1,0 +1,209 @@
+"""`jaxpar plan` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxpar.cli
+from jaxpar.config import Config, InputError, load_config
+from jaxpar.hardware import DEVICES
+from jaxpar.planner import command, written
+from jaxpar.planner.cluster import Cluster, Efficiency, parse_cluster
+from jaxpar.planner.layout import Layout, Workload
+from jaxpar.planner.measured import STUDY
+from jaxpar.planner.model import read
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.price import price
+
+QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
+SIZES = "layers=3,hidden=512,heads=8,kv=4,ffn=1408,vocab=32000"
+BATCH = {"global_batch_tokens": "64k", "sequence_length": "1024"}
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["jaxpar", *args])
+    try:
+        jaxpar.cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_neither_help_nor_a_plan_imports_jax(tmp_path: Path):
+    program = (
+        "import sys, jaxpar.cli\n"
+        "for args in (['plan', '--help'], sys.argv[1:]):\n"
+        "    sys.argv = ['jaxpar', *args]\n"
+        "    try:\n        jaxpar.cli.main()\n"
+        "    except SystemExit as stop:\n        assert not stop.code, stop.code\n"
+        "    print(sorted({'jax', 'flax', 'optax', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    args = ["plan", SIZES, "--cluster", "h100x2", "--global-batch-tokens", "8k", "--write", str(tmp_path / "c.yaml")]
+    result = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr == "[]\n[]\n", result.stderr
+    assert "--global-batch-tokens" in result.stdout and "The usual advice" in result.stdout
+
+
+def test_a_written_config_is_the_best_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "best.yaml"
+    words = ["jaxpar", "plan", SIZES, "--write", "a file"]
+    assert command.run(SIZES, "2xh100x4", **BATCH, as_json=True, config_file=file, words=words)
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert plan.best is not None
+    config, layout = load_config(file), plan.best.layout
+    assert (config.mesh.data, config.mesh.pipe, config.mesh.tensor) == (layout.data, layout.pipe, layout.tensor)
+    parallel = ("zero", "schedule", "chunks", "microbatches", "remat", "sequence_parallel")
+    assert all(getattr(config.parallel, name) == getattr(layout, name) for name in parallel)
+    assert config.grad_reduce.algorithm == layout.algorithm
+    assert (config.train.global_batch, config.data.sequence_length, config.model.num_hidden_layers) == (64, 1024, 3)
+    assert config.resolve_mesh(8) == config.resolve_mesh(8)
+    lines = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert f"#   jaxpar plan {SIZES} --write 'a file'" in lines
+    assert any(f"{plan.best.tokens_per_second:,.0f} tokens/s" in line for line in lines)
+    assert any(f"Memory: {plan.best.memory.total / 1e9:.1f} GB of 78.1 GB" in line for line in lines)
+    assert any("without data, optimizer, train: filled in" in line for line in lines)
+
+
+def test_every_choice_is_written():
+    given = read("layers=8,hidden=64,heads=8,kv=8,ffn=256,vocab=512", 64)
+    base = given.config.model_copy(update={"train": given.config.train.model_copy(update={"global_batch": 16})})
+    for layout in (
+        Layout(2, 2, 2, 1, "1f1b", 2, 4, "full", True, "ring"),
+        Layout(8, 1, 1, 3, "1f1b", 1, 2, "dots", False, "tree"),
+        Layout(1, 8, 1, 0, "gpipe", 1, 16, "none", False, "native"),
+    ):
+        found = price(base.model, layout, Workload(64, 16), parse_cluster("h100x8"))
+        config = written.config_of(base, found)
+        assert Layout(**config.mesh.model_dump(include={"data", "pipe", "tensor"}), **of(config)) == layout
+
+
+def of(config: Config) -> dict[str, Any]:
+    parallel = {"zero", "schedule", "chunks", "microbatches", "remat", "sequence_parallel"}
+    return {**config.parallel.model_dump(include=parallel), "algorithm": config.grad_reduce.algorithm}
+
+
+def test_a_config_keeps_its_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command.run(str(QUICKSTART), "1xh100x8", config_file=tmp_path / "best.yaml")
+    ours, theirs = load_config(tmp_path / "best.yaml"), load_config(QUICKSTART)
+    assert (ours.data, ours.optimizer, ours.train, ours.checkpoint) == (
+        theirs.data,
+        theirs.optimizer,
+        theirs.train,
+        theirs.checkpoint,
+    )
+    assert "filled in" not in (tmp_path / "best.yaml").read_text()
+    assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_train_compile_and_verify_take_what_is_written(run_jaxpar, tmp_path: Path):
+    env = {"JAX_PLATFORMS": "cpu"}
+    file = tmp_path / "best.yaml"
+    planned = run_jaxpar(["plan", QUICKSTART, "--cluster", "2xh100x4", "--write", file])
+    assert planned.returncode == 0, planned.stderr
+    for name, extra in (("compile", ["--target", "cpu:8"]), ("verify", []), ("train", [])):
+        keys = ["train.steps=2", "optimizer.warmup_steps=1", "train.run_dir=run"] if name == "train" else []
+        result = run_jaxpar([name, file, *keys, *extra], env=env, cwd=tmp_path)
+        assert result.returncode == 0, (name, result.stderr)
+
+
+def test_batches_that_are_no_whole_sequences_are_rounded_and_said(capsys: pytest.CaptureFixture[str]):
+    command.run(SIZES, "2xh100x4", global_batch_tokens="60_000", sequence_length="1024")
+    out = capsys.readouterr().out
+    assert "56 sequences × 1,024" in out
+    assert "note: 60,000 tokens are 58.59 sequences of 1,024; planned with 56 sequences, 57,344 tokens" in out
+    command.run(SIZES, "2xh100x4", global_batch_tokens="2500", sequence_length="1024")
+    assert "planned with 2 sequences" in capsys.readouterr().out
+
+
+def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]):
+    texts = set()
+    for _ in range(2):
+        command.run(SIZES, "h100x4", **BATCH, as_json=True)
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+    assert json.loads(texts.pop())["ranked"][0]["layout"]["data"] >= 1
+
+
+def test_exit_codes_and_where_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    large = "layers=80,hidden=8192,heads=64,kv=8,ffn=28672,vocab=128256"
+    args = ["--cluster", "h100x2", "--global-batch-tokens", "32k", "--write", str(tmp_path / "no.yaml")]
+    assert run_main(monkeypatch, "plan", large, *args) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits." in out and "It would fit with" in out and "times the hosts" in out
+    assert "no.yaml is not written: nothing fits" in out and not (tmp_path / "no.yaml").exists()
+    assert run_main(monkeypatch, "plan", SIZES, *args[:4]) == 0
+
+
+def test_factors_are_fitted_to_measured_layouts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    lines = ["model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,tok_s_gpu"]
+    true = Cluster(DEVICES["H100"], 1, 8, Efficiency(matmul=0.5, network=0.5, step_seconds=0.1))
+    for hosts, data, tensor, pipe, size, count in (
+        *((1, 8, 1, 1, 1, 4), (1, 4, 2, 1, 2, 4), (1, 2, 2, 2, 1, 16), (1, 1, 8, 1, 4, 4), (1, 1, 2, 4, 1, 32)),
+        *((4, 32, 1, 1, 1, 1), (4, 8, 4, 1, 1, 2), (4, 4, 2, 4, 1, 8), (4, 2, 2, 8, 1, 16), (4, 16, 1, 2, 2, 4)),
+    ):
+        layout = Layout(data, pipe, tensor, microbatches=count, sequence_parallel=tensor > 1)
+        workload = Workload(4096, data * size * count)
+        found = price(STUDY["1B"], layout, workload, replace(true, hosts=hosts))
+        rate = found.tokens_per_second / layout.devices
+        name, batch = "1B" if hosts == 1 else "model", workload.global_batch
+        lines.append(f"{name},{hosts},{data},{tensor},{pipe},{size},{count},{batch},0,{rate}")
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    out = tmp_path / "h100.yaml"
+    same = "layers=16,hidden=2048,heads=32,ffn=8192,vocab=128k,tied=true"  # 1B
+    args = ["plan", same, "--fit", str(tmp_path / "rows.csv"), "--cluster", "h100x8", "--output", str(out)]
+    assert run_main(monkeypatch, *args) == 0
+    assert "10 measured runs" in capsys.readouterr().out
+    efficiency = parse_cluster(str(out)).efficiency
+    assert efficiency.matmul == pytest.approx(0.5, rel=0.05)
+    assert efficiency.network == pytest.approx(0.5, rel=0.1)
+    assert efficiency.step_seconds == pytest.approx(0.1, rel=0.1)
+    assert "10 runs of jaxpar in rows.csv" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["plan", SIZES], "needs --cluster"),
+        (["plan", "--cluster", "h100x8"], "needs MODEL"),
+        (["plan", SIZES, "--cluster", "h100x8"], "--global-batch-tokens is missing"),
+        (["plan", SIZES, "--cluster", "8xh900x8", "--global-batch-tokens", "4M"], "no device is called h900"),
+        (["plan", SIZES, "--cluster", "8h100", "--global-batch-tokens", "4M"], "hosts × devices"),
+        (["plan", SIZES, "--cluster", "h100x8", "--global-batch-tokens", "lots"], "--global-batch-tokens = lots"),
+        (["plan", SIZES, "--cluster", "h100x8", "--seq", "0", "--global-batch-tokens", "4M"], "--seq = 0"),
+        (["plan", "layers=3,heads=4", "--cluster", "h100x8"], "hidden, ffn, vocab missing"),
+        (["plan", "missing.json", "--cluster", "h100x8"], "missing.json"),
+        (["plan", SIZES, "--cluster", "h100x7", "--seq", "7", "--global-batch-tokens", "14"], "Use 7 sequences"),
+        (["plan", SIZES, "--cluster", "h100x8", "--write", "no/where.yaml"], "there is no folder no"),
+        (["plan", SIZES, "--cluster", "h100x8", "--plot", "plan.txt"], "must end in .png"),
+        (["plan", "--cluster", "h100x8", "--fit", "rows.csv"], "--fit MEASURED.csv needs --output"),
+        (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.yaml"], "rows.csv: cannot be read"),
+        (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.json"], "must be a .yaml file"),
+        (
+            ["plan", "--cluster", "h100x8", "--fit", "r", "--output", "h.yaml", "--system", "torch"],
+            "system torch is not known",
+        ),
+    ],
+)
+def test_bad_input(
+    args: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    assert run_main(monkeypatch, *args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error.replace("\n", " "), error
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install 'jaxpar\[plot\]'"):
+        command.run(SIZES, "h100x8", plot_file=Path("plan.png"))
