@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from jaxpar import verify
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config, InputError
 from jaxpar.inspect import compile_step
 from jaxpar.step import abstract_batch
@@ -257,6 +258,23 @@ def test_bfloat16_on_the_wire_rounds_gradients_and_no_more():
     errors = jax.tree.map(lambda g, w: np.linalg.norm(g - w) / np.linalg.norm(w), jax.device_get(got), want)
     assert 1e-4 < max(jax.tree.leaves(errors)) < 1e-2  # four roundings of 2^-9 at the most
     assert optax.tree.norm(got) == pytest.approx(float(optax.tree.norm(want)), rel=1e-2)
+
+
+def test_checkpoints_and_evaluation_do_not_know_the_stage(tmp_path):
+    parts = program(settings := config((4, 1, 2), parallel={"zero": 3}, optimizer=ADAM))
+    whole = program(config((2, 1, 2), optimizer=ADAM))
+    batch = verify.random_batch(settings)
+    state, _ = parts.train_step(parts.init(), jax.device_put(batch, parts.batch_sharding))
+    with Checkpoints(tmp_path, keep=1) as saved:
+        saved.save(1, parts.to_saved(state), config_yaml="", data_position=1)
+        saved.wait()
+        restored = whole.from_saved(saved.restore(whole.saved_state)[0])
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(got, want)
+    losses = [
+        p.eval_step(s.params, jax.device_put(batch, p.batch_sharding)) for p, s in ((parts, state), (whole, restored))
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-12)
 
 
 # ---------------------------------------------------------------- choosing dims
