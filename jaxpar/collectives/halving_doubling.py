@@ -1,7 +1,7 @@
 """Halving and doubling: pairs swap halves, then quarters, then eighths; and back.
 
 As few steps as a tree and, for 2, 4, 8, … devices, as few bytes as a ring. R. Thakur, R. Rabenseifner and W. Gropp,
-Optimization of collective communication operations in MPICH (2005), section 4.5 (Rabenseifner's algorithm).
+Optimization of collective communication operations in MPICH (2005); there it is Rabenseifner's algorithm.
 """
 
 from jaxpar.collectives.exchange import Exchange, Send, Step

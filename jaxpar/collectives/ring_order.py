@@ -85,22 +85,6 @@ def ring_order(bandwidth: Sequence[Sequence[float]] | np.ndarray, per_host: int 
     return Route(tuple(order), None, *_slowest(links, _pairs(order)), how)
 
 
-def check_order(order: Sequence[int], n: int) -> None:
-    """Refuse a ring order that has not each position once.
-
-    Raises:
-        InputError: names what is missing, what is there more than once, and what is no position.
-    """
-    faults = {
-        "missing": [i for i in range(n) if i not in order],
-        "there more than once": sorted({i for i in order if order.count(i) > 1}),
-        f"not between 0 and {n - 1}": sorted({i for i in order if not 0 <= i < n}),
-    }
-    if any(faults.values()):
-        said = "; ".join(f"{', '.join(map(str, found))} {what}" for what, found in faults.items() if found)
-        raise InputError(f"grad_reduce.order = {list(order)}: must have each of 0 to {n - 1} once, but: {said}.")
-
-
 def read_links(path: str | Path, n: int) -> np.ndarray:
     """Read the bandwidths that `grad_reduce.links` names: a JSON list of n rows of n numbers.
 

@@ -4,7 +4,7 @@ Few steps, each with the whole buffer: for small buffers, and for links of which
 left. A step has one source for each target (it is a permute), so a device with two children hears them one after the
 other. Two children for each device would take up to 4⌊log2 n⌋ steps; the tree taken here, in which children are of
 different height (a binomial tree), takes 2⌈log2 n⌉. R. Thakur, R. Rabenseifner and W. Gropp, Optimization of
-collective communication operations in MPICH (2005), sections 3 and 4.
+collective communication operations in MPICH (2005).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def tree_steps(n: int, parents: Sequence[int] | None = None) -> Exchange:
 
     Args:
         n: devices.
-        parents: the parent of each position, -1 for the root; by default the position without its lowest binary one.
+        parents: the parent of each position, -1 for the root; by default the position with its lowest set bit cleared.
 
     Raises:
         InputError: when `parents` is no tree over all positions.
