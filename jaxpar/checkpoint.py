@@ -14,11 +14,9 @@ for its name is complete, and older steps are deleted only after that.
 
 import dataclasses
 import json
-import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from errno import EACCES, EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS, ESTALE
 from pathlib import Path
@@ -32,6 +30,7 @@ from rich.filesize import decimal
 
 import jaxpar
 from jaxpar.config import InputError
+from jaxpar.orbax_log import quieten_orbax
 
 SCHEMA_VERSION = 1
 """Raised when a checkpoint's names or meaning change, so that an older jaxpar refuses it instead of misreading it."""
@@ -95,7 +94,7 @@ class Checkpoints:
         self.keep = keep
         self._manager: ocp.CheckpointManager | None = None
         self._state_bytes = 0
-        _quieten_orbax()
+        quieten_orbax()
 
     def save(self, step: int, state: Any, *, config_yaml: str, data_position: int) -> None:
         """Start to write a checkpoint.
@@ -343,34 +342,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-class _NotFromOrbax(logging.Filter):
-    """Drops what Orbax logs, progress and tracebacks, and what asyncio logs of Orbax's tasks that nobody waits for."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
-
-
-def _quieten_orbax() -> None:
-    """Keep Orbax's log off the console. Every error it logs is also raised, and reaches the user through `_failed`."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    if not any(isinstance(present, _NotFromOrbax) for present in loggers[0].filters):
-        for logger in loggers:
-            logger.addFilter(_NotFromOrbax())
-        _drop_late_write_errors()
-
-
-def _drop_late_write_errors() -> None:
-    """Keep tracebacks of a full disk off the console.
-
-    After the first write that fails Orbax closes its event loop. TensorStore's threads then cannot tell it of the
-    others, and each that fails to is printed by `sys.unraisablehook`.
-    """
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if unraisable.object is not None or repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
-            before(unraisable)
-
-    sys.unraisablehook = hook

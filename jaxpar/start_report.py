@@ -10,10 +10,11 @@ from jaxpar.config import Config
 from jaxpar.data.sources import Data
 from jaxpar.drift import DriftCheck
 from jaxpar.flops import parameter_count
+from jaxpar.gradients import partition_of
 from jaxpar.layers.attention import choose_implementation
 from jaxpar.mesh import DATA, shard_bytes
 from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.step import Program, partition_of
+from jaxpar.step import Program
 from jaxpar.zero import REPLICATED_SHARE
 
 

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.config import Config
+from jaxpar.gradients import Batch, Params, make_loss
 from jaxpar.layers.dropout import example_keys
 from jaxpar.models.protocol import cast
 from jaxpar.optimizer import make_optimizer, make_schedule
-from jaxpar.step import Batch, MakeModel, Params, build, make_loss, model_maker
+from jaxpar.step import MakeModel, build, model_maker
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
 """Largest accepted relative error by compute dtype: rounding grows with depth and width, mistakes start at 1e-1."""

@@ -68,7 +68,7 @@ class Executor:
     skip_idle: bool
 
     def loss_and_grads(self, params: Tree, batch: Tree, step: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
-        """Mean loss, its gradients, and the number of tokens, like `jaxpar.step.make_loss_and_grads`."""
+        """Mean loss, its gradients, and the number of tokens, like `jaxpar.gradients.make_loss_and_grads`."""
         run = _Run(self, params, batch, step)
         loss, blocks, rest = run.train()
         tokens = batch["mask"].sum(dtype=loss.dtype)

@@ -13,9 +13,10 @@ import pytest
 from jaxpar import verify
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.collectives.reduction import Reduction
+from jaxpar.gradients import in_block_view, partition_of
 from jaxpar.pipeline import executor
 from jaxpar.pipeline.stacking import Stacking
-from jaxpar.step import abstract_batch, in_block_view, partition_of
+from jaxpar.step import abstract_batch
 from jaxpar.zero import Replicas, Zero
 from tests.test_step import assert_parity, config, program
 
