@@ -355,14 +355,14 @@ def test_whole_numbers_are_numbers():
             "mesh.devices 6 % (mesh.pipe 1 × mesh.tensor 4) = 2",
             "a product of 3 or 6, or devices 4 or 8",
         ),
-        ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps 10 + 1 ≤ optimizer.decay_steps 10", "9 or less"),
+        ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps 10 + 1 ≤ train.steps 10", "9 or less"),
         (
             {
                 "optimizer__schedule": "warmup_stable_decay",
                 "optimizer__decay_fraction": 0.5,
                 "optimizer__warmup_steps": 6,
             },
-            "optimizer.warmup_steps 6 + decay_fraction 0.5 × decay_steps ≤ optimizer.decay_steps 10",
+            "optimizer.warmup_steps 6 + decay_fraction 0.5 × steps ≤ train.steps 10",
             "5 or less",
         ),
         ({"model__vocab_size": 256}, "model.vocab_size 256 ≥ 257 does not hold", "257"),

@@ -286,19 +286,18 @@ def _optimizer(config: Config) -> Iterator[str]:
     o = config.optimizer
     if o.schedule == "constant":
         return
+    end, key = ("train.steps", "steps") if o.decay_steps == config.train.steps else ("optimizer.decay_steps",) * 2
     if o.schedule == "warmup_stable_decay":
-        falling, written = o.decay_fraction * o.decay_steps, f"decay_fraction {o.decay_fraction} × decay_steps"
+        falling, written = o.decay_fraction * o.decay_steps, f"decay_fraction {o.decay_fraction} × {key}"
         enough = math.ceil(o.warmup_steps / (1 - o.decay_fraction)) if o.decay_fraction < 1 else None
     else:
         falling, written = 1, "1"
         enough = o.warmup_steps + 1
     if o.warmup_steps + falling > o.decay_steps:
-        by_default = o.decay_steps == config.train.steps
-        end, more = ("train.steps", "steps") if by_default else ("optimizer.decay_steps", "decay_steps")
+        more = f", or {key} {enough} or more" if enough else ""
         yield (
             f"optimizer.warmup_steps {o.warmup_steps} + {written} ≤ {end} {o.decay_steps} does not hold. Use "
-            f"warmup_steps {math.floor(o.decay_steps - falling)} or less"
-            f"{f', or {more} {enough} or more' if enough else ''}."
+            f"warmup_steps {math.floor(o.decay_steps - falling)} or less{more}."
         )
 
 
