@@ -14,7 +14,7 @@ class _NotFromOrbax(logging.Filter):
 
 
 def quieten_orbax() -> None:
-    """Keep Orbax's log off the console. Every error it logs is also raised, and reaches the user through `Checkpoints`."""
+    """Keep Orbax's log off the console. `Checkpoints` tells of every error in it, all of which are raised too."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     if not any(isinstance(present, _NotFromOrbax) for present in loggers[0].filters):
         for logger in loggers:
