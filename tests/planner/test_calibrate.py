@@ -69,15 +69,15 @@ def test_a_fitted_machine_is_a_file(tmp_path):
 
 
 def test_evaluation_by_hand():
-    rows = made_up_rows()
-    assert evaluate(rows, TRUE).tau == pytest.approx(1.0)
-    perfect = evaluate(rows, replace(TRUE, usable=10.0))  # everything fits
+    rows, roomy = made_up_rows(), replace(TRUE, usable=10.0)  # where everything fits
+    perfect = evaluate(rows, roomy)
+    assert perfect.tau == pytest.approx(1.0)
     assert (perfect.mean_error, perfect.regret, perfect.impossible) == pytest.approx((0, 0, 0), abs=1e-9)
     one_host = [row for row in rows if row.hosts == 1]
     times = [row.seconds or 0 for row in one_host]
     best = int(np.argmin(times))
     one_host[best] = replace(one_host[best], seconds=4 * times[best])  # what is ranked first was slow
-    cell = evaluate(one_host, TRUE).cells[0]
+    cell = evaluate(one_host, roomy).cells[0]
     assert cell.regret == pytest.approx(1 - sorted(times)[1] / (4 * times[best]))
     tight = replace(TRUE, usable=1e-3)
     assert evaluate(rows, tight).impossible == 1.0
