@@ -165,7 +165,9 @@ def plan(
         bool, typer.Option("--tensor-across-hosts", help="Let tensor groups span hosts.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw memory and time into this .png, .svg or .pdf.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write a config with the best layout here.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write a config with the best layout here; over an earlier one only.")
+    ] = None,
     fit: Annotated[
         Path | None, typer.Option(help="Instead of planning, fit the cluster's factors to measured layouts (CSV).")
     ] = None,

@@ -78,9 +78,9 @@ def make_loss_and_grads(
         def last(total: Params | None) -> tuple[tuple[jax.Array, jax.Array], Params]:
             """The last microbatch, its gradients added to the others' and summed over `data` on the way."""
             microbatch = jax.tree.map(lambda x: x[-1], pieces)
-            entries = lambda landing: {n: (ready[n], total and total[n], landing[n]) for n in landing}
+            given = lambda landing: replicas.landing_params(ready, total, landing)
             return value_and_grad(
-                lambda landing: loss(entries(landing), *microbatch, replicas.landing_use), replicas.landing(params)
+                lambda landing: loss(given(landing), *microbatch, replicas.landing_use), replicas.landing(params)
             )
 
         scalar = varying(jnp.zeros((), jnp.promote_types(replicas.compute_dtype, jnp.float32)), DATA)

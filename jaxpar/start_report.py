@@ -10,7 +10,7 @@ from jaxpar.config import Config
 from jaxpar.data.sources import Data
 from jaxpar.drift import DriftCheck
 from jaxpar.flops import parameter_count
-from jaxpar.gradients import partition_of
+from jaxpar.gradients import layer_by_layer, partition_of
 from jaxpar.layers.attention import choose_implementation
 from jaxpar.mesh import DATA, shard_bytes
 from jaxpar.pipeline.schedules import make_schedule
@@ -34,9 +34,12 @@ def start_report(
         )
         yield f"pipeline: {schedule.name}, bubble {schedule.bubble:.1%}; {partition_of(config)}"
     if config.mesh.data > 1:
-        when = "at the end" if config.grad_reduce.schedule == "end" else "inside the last backward pass"
+        last = "as the last backward pass makes them" if layer_by_layer(config) else "at the end"
+        when = "as each backward pass makes them" if config.parallel.zero == 3 else last
         yield f"gradients: reduced {when} by {program.grad_reduce.reason}"
-    if config.parallel.zero:
+    if config.parallel.zero and config.mesh.data == 1:
+        yield f"ZeRO stage {config.parallel.zero}: there is one replica, nothing is split"
+    elif config.parallel.zero:
         yield from zero_report(program)
     if drift:
         yield f"drift check: every {config.train.drift_check_every} steps, {drift}"

@@ -216,13 +216,23 @@ class Replicas:
 
     @property
     def landing_use(self) -> Use:
-        """`use` for entries `(params, total, landing)`.
+        """`use` for what `landing_params` gives."""
+        return Use(lambda entry: self._landing(entry, self._layer_dims(entry[0])), lambda rest: rest)
 
-        The gradients of `params`, added to `total`, are summed over the replicas as soon as the backward pass has
-        them, and become the gradients of `landing`.
+    def landing_params(self, ready: Tree, total: Tree | None, landing: Tree) -> Tree:
+        """Parameters whose gradients, added to `total`, are summed over the replicas as the backward pass has them.
+
+        The sums become the gradients of `landing`. Outside the stack that happens once for each entry, wherever the
+        model uses it; each layer of the stack is an entry of its own, which `landing_use` takes.
+
+        Args:
+            ready: what `ready` gave.
+            total: gradients of earlier microbatches, if there were any.
+            landing: what `landing` gave.
         """
-        rest = lambda entries: {name: self._landing(entry, self.zero.dims[name]) for name, entry in entries.items()}
-        return Use(lambda entry: self._landing(entry, self._layer_dims(entry[0])), rest)
+        entry = lambda name: (ready[name], total and total[name], landing[name])
+        rest = {name: self._landing(entry(name), self.zero.dims[name]) for name in ready if name != STACK}
+        return rest | {STACK: entry(STACK)}
 
     def _landing(self, entry: tuple[Tree, Tree, Tree], dims: Tree) -> Tree:
         @jax.custom_vjp

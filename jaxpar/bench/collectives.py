@@ -226,6 +226,8 @@ def run(
     for file in (output, plot, links):
         if file and not file.parent.is_dir():
             raise InputError(f"{file}: there is no folder {file.parent}.")
+        if file and file.is_dir():
+            raise InputError(f"{file}: is a folder. Give the name of a file in it.")
     if plot and plot.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot {plot}: must end in .png, .svg or .pdf.")
     if links and mesh.shape[DATA] == 1:

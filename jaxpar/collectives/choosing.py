@@ -9,7 +9,7 @@ from jaxpar import hardware
 from jaxpar.collective_costs import choose, read_measured
 from jaxpar.collectives.reduction import Reduction
 from jaxpar.collectives.ring_order import read_links, ring_order
-from jaxpar.config import GradReduceConfig
+from jaxpar.config import GradReduceConfig, InputError
 from jaxpar.mesh import DATA
 
 
@@ -63,7 +63,11 @@ def choose_reduction(settings: GradReduceConfig, mesh: Mesh, gradient_bytes: int
         reason = f"{algorithm} in place of hierarchical: {where}"
     order, parents = settings.order, None
     if settings.links and algorithm in ("ring", "tree"):
-        route = ring_order(read_links(settings.links, n), per_host)
+        links = read_links(settings.links, n)
+        try:
+            route = ring_order(links, per_host)
+        except InputError as error:
+            raise InputError(f"grad_reduce.links = {settings.links}: {error}") from None
         order, parents = (route.order, route.parents) if algorithm == "ring" else (None, route.parents)
         if parents is not None:
             algorithm = "tree"

@@ -9,10 +9,11 @@ Rates come from `jaxpar.hardware`. What a machine reaches of them are a few name
     usable: 0.95              # share of the memory that a program may fill
     efficiency: {matmul: 0.75, network: 1.0, ...}
     datasheet: {flops_per_second: ..., memory_bytes: ..., ...}   # figures that replace the device's
-    matmul: {bfloat16: [[1024, 0.4], [8192, 0.8]]}               # measured: size of a cube, share of the peak
+    matmul: {bfloat16: [[1024, 0.4], [8192, 0.8]]}               # measured: size of a cube, share of peak, in any order
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,6 +25,7 @@ import yaml
 
 from jaxpar.config import InputError
 from jaxpar.hardware import DEVICES, Device
+from jaxpar.planner.limits import check_devices
 
 FORM = "HOSTSxDEVICExCOUNT, as 8xh100x8 (8 hosts of 8 H100), DEVICExCOUNT for one host, or the path of a YAML file"
 DATASHEET = ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "nvlink_bytes_per_second")
@@ -126,7 +128,8 @@ def parse_cluster(text: str) -> Cluster:
     """Read `8xh100x8` (8 hosts of 8 H100), `h100x8` (one host), or a YAML file.
 
     Raises:
-        InputError: when the device is not known, the text is in no such form, or the file is not a cluster.
+        InputError: when the device is not known, the text is in no such form, the file is not a cluster, or there are
+            more devices than a plan is made for (`jaxpar.planner.limits`).
 
     Example:
         >>> cluster = parse_cluster("8xh100x8")
@@ -138,7 +141,9 @@ def parse_cluster(text: str) -> Cluster:
     form = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9\-]*)x([1-9]\d*)", text.lower())
     if not form:
         raise InputError(f"--cluster {text}: must be hosts × devices. Write {FORM}.")
-    return Cluster(_device(form[2], f"--cluster {text}"), int(form[1] or 1), int(form[3]))
+    hosts, per_host = (min(int(digits[:20]), 2**60) for digits in (form[1] or "1", form[3]))  # int() refuses long ones
+    check_devices(hosts * per_host, f"--cluster {text}")
+    return Cluster(_device(form[2], f"--cluster {text}"), hosts, per_host)
 
 
 def _device(name: str, where: str) -> Device:
@@ -154,13 +159,16 @@ def _from_file(path: str) -> Cluster:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--cluster {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter: no such date, a number of thousands of digits
         raise InputError(f"--cluster {path}: is not YAML: {getattr(error, 'problem', error)}.") from None
+    except RecursionError:
+        raise InputError(f"--cluster {path}: is nested too deep for a cluster.") from None
     keys = {"device", "hosts", "per_host", "usable", "efficiency", "datasheet", "matmul"}
     _check_keys(path, "the file", values, keys, needed={"device", "hosts", "per_host"})
     for name in ("hosts", "per_host"):
-        if not isinstance(values[name], int) or values[name] < 1:
+        if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < 1:
             raise InputError(f"{path}: {name} = {values[name]}: must be a whole number, at least 1.")
+    check_devices(values["hosts"] * values["per_host"], path)
     efficiency = values.get("efficiency") or {}
     _check_keys(path, "efficiency", efficiency, set(BOUNDS))
     for name, value in efficiency.items():
@@ -196,8 +204,13 @@ def _curves(path: str, curves: Any) -> dict[str, tuple[tuple[float, float], ...]
     _check_keys(path, "matmul", curves, {"bfloat16", "float32"})
     for dtype, points in curves.items():
         pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
-        if not pairs or not points or not all(x > 0 and 0 < share <= 1 for x, share in points):
-            raise InputError(f"{path}: matmul.{dtype}: must be a list of [size, share of the peak], shares in (0, 1].")
+        if not pairs or not points or not all(_is_number(x) and _is_number(share) for x, share in points):
+            raise InputError(f"{path}: matmul.{dtype}: must be a list of [size, share of the peak], in numbers.")
+        if not all(0 < x < math.inf and 0 < share <= 1 for x, share in points):
+            raise InputError(f"{path}: matmul.{dtype}: sizes must be above 0, shares of the peak in (0, 1].")
+        sizes = [x for x, _ in points]
+        if twice := [x for x in sizes if sizes.count(x) > 1]:
+            raise InputError(f"{path}: matmul.{dtype}: size {twice[0]:g} stands there more than once; leave one.")
     return {dtype: tuple(sorted((float(x), float(y)) for x, y in points)) for dtype, points in curves.items()}
 
 
@@ -212,6 +225,10 @@ def _check_keys(path: str, where: str, values: Any, known: set[str], needed: set
         raise InputError(f"{path}: {', '.join(missing)} missing.")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_number(path: str, key: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not _is_number(value) or not low <= value <= high:
         raise InputError(f"{path}: {key} = {value}: must be a number in [{low:g}, {high:g}].")

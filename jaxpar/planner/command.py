@@ -8,13 +8,16 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxpar.config import Config, InputError
-from jaxpar.config.rules import divisors
 from jaxpar.planner import explain, fitting, written
+from jaxpar.planner.attention import COMPILED_WITH, choose_attention
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.layout import Workload
+from jaxpar.planner.limits import check_layers, check_tokens
 from jaxpar.planner.measured import STUDY
 from jaxpar.planner.model import Given, count, read
+from jaxpar.planner.output import check_output
 from jaxpar.planner.plan import make_plan
+from jaxpar.planner.space import Space
 
 
 def run(
@@ -47,32 +50,42 @@ def run(
     Raises:
         InputError: for everything wrong in the input.
     """
-    _check_files(plot_file, config_file)
+    _check_files(model, plot_file, config_file)
     machines = parse_cluster(cluster)
     given = read(model, count(sequence_length, "--seq") if sequence_length else None)
-    notes = list(given.notes)
-    given = _with_batch(given, machines, global_batch_tokens, notes)
-    train = given.config.train
-    length = given.config.data.sequence_length
-    workload = Workload(length, train.global_batch, train.param_dtype, train.compute_dtype, given.config.optimizer.name)
+    check_layers(given.config.model.num_hidden_layers)
+    wanted = count(global_batch_tokens, "--global-batch-tokens") if global_batch_tokens else None
+    given = _with_batch(given, machines, wanted, tensor_across_hosts)
+    workload = _workload(given.config)
     with Console(stderr=True).status("pricing layouts"):
-        plan = make_plan(given.config, workload, machines, tensor_across_hosts=tensor_across_hosts, top=top)
-    if plot_file:
-        from jaxpar.planner.plot import draw
+        plan = make_plan(
+            given.config,
+            workload,
+            machines,
+            tensor_across_hosts=tensor_across_hosts,
+            top=top,
+            requested_tokens=wanted,
+            notes=given.notes,
+        )
+    try:
+        if plot_file:
+            from jaxpar.planner.plot import draw
 
-        draw(plan, plot_file)
-    if config_file and plan.best:
-        config_file.write_text(written.text(plan, given, shlex.join(words)), encoding="utf-8")
+            draw(plan, plot_file)
+        if config_file and plan.best:
+            config_file.write_text(written.text(plan, given, shlex.join(words)), encoding="utf-8")
+    except OSError as error:  # that it can be opened is known; the disk may be full
+        raise InputError(f"{error.filename or 'the files asked for'}: cannot be written: {error.strerror}.") from None
     if as_json:
         print(plan.to_json())
         return plan.best is not None
     explain.show(plan)
-    for note in notes:
-        print(f"note: {note}")
     if plot_file:
         print(f"drawn in {plot_file}")
     if config_file:
         print(f"written to {config_file}" if plan.best else f"{config_file} is not written: nothing fits")
+        if plan.best and workload.attention == "flash":
+            print(COMPILED_WITH)
     return plan.best is not None
 
 
@@ -97,32 +110,46 @@ def fit(
     fitting.run(measured, cluster, output, system=system, sequence_length=length, models=models)
 
 
-def _with_batch(given: Given, cluster: Cluster, tokens: str | None, notes: list[str]) -> Given:
+def _workload(config: Config) -> Workload:
+    train = config.train
+    return Workload(
+        config.data.sequence_length,
+        train.global_batch,
+        train.param_dtype,
+        train.compute_dtype,
+        config.optimizer.name,
+        choose_attention(config.model.attn_implementation, train.compute_dtype),
+    )
+
+
+def _with_batch(given: Given, cluster: Cluster, wanted: int | None, tensor_across_hosts: bool) -> Given:
     """The task with its global batch; tokens that are no whole number of sequences become the nearest that divides."""
     length = given.config.data.sequence_length
-    if tokens is None:
+    if wanted is None:
         if given.filled_in:
             raise InputError("--global-batch-tokens is missing: the tokens of a step, for instance 4M.")
         return given
-    wanted = count(tokens, "--global-batch-tokens")
+    check_tokens(max(wanted, length))
     sequences, over = divmod(wanted, length)
+    notes = given.notes
     if over:
-        unit = max(d for d in divisors(cluster.devices) if d <= max(1, round(wanted / length)))
-        sequences = max(1, round(wanted / length / unit)) * unit
-        notes.append(
+        space = Space(given.config, _workload(given.config), cluster)
+        sequences = space.nearest_batch(wanted / length, inside_hosts=not tensor_across_hosts)
+        notes += (
             f"{wanted:,} tokens are {wanted / length:,.2f} sequences of {length:,}; planned with {sequences:,} "
-            f"sequences, {sequences * length:,} tokens, which {cluster.devices} devices divide."
+            f"sequences, {sequences * length:,} tokens, which {cluster.devices} devices divide.",
         )
     values = given.config.model_dump(mode="json")
     values["train"]["global_batch"] = sequences
-    return Given(Config.from_dict(values), given.filled_in, given.notes)
+    return Given(Config.from_dict(values), given.filled_in, notes)
 
 
-def _check_files(plot_file: Path | None, config_file: Path | None) -> None:
-    if plot_file and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install 'jaxpar[plot]'.")
-    for file in (plot_file, config_file):
-        if file and not file.parent.is_dir():
-            raise InputError(f"{file}: there is no folder {file.parent}.")
-    if plot_file and plot_file.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--plot {plot_file}: must end in .png, .svg or .pdf.")
+def _check_files(model: str, plot_file: Path | None, config_file: Path | None) -> None:
+    if plot_file:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise InputError("--plot needs matplotlib, which is not installed: pip install 'jaxpar[plot]'.")
+        if plot_file.suffix not in (".png", ".svg", ".pdf"):
+            raise InputError(f"--plot {plot_file}: must end in .png, .svg or .pdf.")
+        check_output("--plot", plot_file)
+    if config_file:
+        written.check_target(config_file, model)

@@ -95,7 +95,7 @@ def _part(
     """Forward and backward of a part on one microbatch, and of the backward the weights' gradients."""
     b, T = workload.sequences_per_microbatch(layout), workload.sequence_length
     dtype = workload.compute_dtype
-    work = layer_work(model, b, T, layout.tensor, layout.sequence_parallel, dtype, cluster)
+    work = layer_work(model, b, T, layout.tensor, layout.sequence_parallel, dtype, cluster, workload.attention)
     again = {"none": 0.0, "dots": work.forward - work.projections, "full": work.forward}[layout.remat]
     least = cluster.efficiency.layer_seconds
     forward = max(work.forward, least / 3)

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from jaxpar.flops import parameter_count
 from jaxpar.pipeline.partition import Partition
+from jaxpar.planner.attention import attention_in_words
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import Price
 from jaxpar.planner.words import MEMORY, TIME, gigabytes, in_words, seconds, too_much
@@ -25,6 +26,7 @@ def show(plan: Plan) -> None:
 def parts(plan: Plan) -> Iterator[RenderableType]:
     """The tables and lines of a plan."""
     yield task(plan)
+    yield f"priced for jax {plan.jax}, with {attention_in_words(plan.model, plan.workload)}"
     if plan.best is None:
         yield from _nothing_fits(plan)
     else:
@@ -37,6 +39,7 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     if plan.advice:
         yield plan.advice.text
     yield f"{plan.priced:,} layouts were priced, {plan.bounded:,} more were left out by bounds."
+    yield from (f"note: {note}" for note in plan.notes)
 
 
 def task(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from jaxpar.config import InputError, ModelConfig
 from jaxpar.planner.calibrate import EAGER, FACTORS, Evaluation, evaluate, fit
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.measured import STUDY, read_rows
+from jaxpar.planner.output import check_output
 from jaxpar.planner.systems import SYSTEMS
 
 
@@ -43,8 +44,9 @@ def run(
         raise InputError(f"system {system} is not known: must be one of {', '.join(SYSTEMS)}.{hint}")
     if output.suffix not in (".yaml", ".yml") or not output.parent.is_dir():
         raise InputError(f"{output}: must be a .yaml file in a folder that is there.")
-    rows = read_rows(measured, models, sequence_length=sequence_length)
+    check_output("--output", output)
     start = parse_cluster(cluster)
+    rows = read_rows(measured, models, sequence_length=sequence_length, per_host=start.per_host)
     if SYSTEMS[system] is not None:
         start = replace(start, efficiency=EAGER)
     found = fit(rows, start, SYSTEMS[system])

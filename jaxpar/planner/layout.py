@@ -50,6 +50,7 @@ class Workload:
         param_dtype: of the stored weights and the optimizer's state, `train.param_dtype`.
         compute_dtype: of the arithmetic, `train.compute_dtype`.
         optimizer: `optimizer.name`.
+        attention: `"flash"` (cuDNN's) or `"xla"`, which writes out the scores of all pairs of tokens.
 
     Example:
         >>> workload = Workload(sequence_length=4096, global_batch=256)
@@ -62,6 +63,7 @@ class Workload:
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     optimizer: str = "adamw"
+    attention: str = "flash"
 
     @property
     def tokens_per_step(self) -> int:

@@ -70,6 +70,7 @@ def read_rows(
     *,
     sequence_length: int = 4096,
     sequence_parallel: bool = True,
+    per_host: int = 8,
 ) -> list[Row]:
     """Read a CSV file of measured layouts.
 
@@ -78,23 +79,30 @@ def read_rows(
         models: by the names in the file.
         sequence_length: in tokens, of all runs.
         sequence_parallel: whether `tensor` splits activations between blocks, too.
+        per_host: devices of each host.
 
     Raises:
-        InputError: when the file cannot be read or lacks a column, or a line has an unknown model or no number.
+        InputError: when the file cannot be read or lacks a column, or a line has an unknown model, no number, or a
+            layout that cannot be.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
             lines = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--fit {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
     missing = [name for name in COLUMNS if not lines or name not in lines[0]]
     if missing:
         raise InputError(f"--fit {path}: lacks {', '.join(missing)}. The columns are {', '.join(COLUMNS)}.")
-    return list(_rows(str(path), lines, models, sequence_length, sequence_parallel))
+    return list(_rows(str(path), lines, models, sequence_length, sequence_parallel, per_host))
 
 
 def _rows(
-    path: str, lines: list[dict[str, str]], models: Mapping[str, ModelConfig], length: int, sequence_parallel: bool
+    path: str,
+    lines: list[dict[str, str]],
+    models: Mapping[str, ModelConfig],
+    length: int,
+    sequence_parallel: bool,
+    per_host: int,
 ) -> Iterator[Row]:
     for number, line in enumerate(lines, start=2):
         where = f"--fit {path}, line {number}"
@@ -107,6 +115,16 @@ def _rows(
             raise InputError(f"{where}: dp {data} × mbs {b} × grad_acc {M} = {data * b * M}, must be gbs, {batch}.")
         rate, memory = _number(where, line, "tok_s_gpu"), _number(where, line, "gpu_mem_gb")
         devices = data * tensor * pipe
+        if devices != hosts * per_host:
+            raise InputError(
+                f"{where}: dp {data} × tp {tensor} × pp {pipe} = {devices}, must be nodes {hosts} × {per_host} devices "
+                f"of a host = {hosts * per_host}."
+            )
+        heads = models[line["model"]].num_attention_heads
+        if heads % tensor:
+            raise InputError(f"{where}: tp = {tensor}: must divide the {heads} heads of {line['model']}.")
+        if zero > 3:
+            raise InputError(f"{where}: zero = {zero}: must be 0, 1, 2 or 3.")
         split = sequence_parallel and tensor > 1
         yield Row(
             name=line["model"],

@@ -9,8 +9,9 @@ The convention is jaxpar's: weights in `param_dtype`, by default float32 and the
 Adam in the same; sums of gradients in float32. Papers count bf16 weights and gradients: see `jaxpar.planner.formulas`.
 """
 
+import re
 from dataclasses import dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from jaxpar.config import ModelConfig
 from jaxpar.planner.activations import kept
@@ -70,13 +71,36 @@ class Temporaries:
     masks: float
 
 
-NEWER_JAX = tuple(map(int, version("jax").split(".")[:2])) >= (0, 11)
-"""XLA for GPUs holds more at once there; a plan is for the jax that is installed beside it."""
+FITTED_JAX = "0.12.0"
+"""The newest that `TEMPORARIES` are fitted to."""
+
+
+def jax_to_price() -> str:
+    """The version that is installed beside the planner; where none is, the newest that is fitted."""
+    try:
+        return version("jax")
+    except PackageNotFoundError:
+        return f"{FITTED_JAX} (none is installed)"
+
+
+def is_newer(jax: str) -> bool:
+    """Whether XLA for GPUs is one that holds more at once: from jax 0.11 on.
+
+    Example:
+        >>> is_newer("0.10.2"), is_newer("0.11.0rc1"), is_newer("1.0")
+        (False, True, True)
+    """
+    return tuple(map(int, re.findall(r"\d+", jax)[:2])) >= (0, 11)
+
+
+PRICED_JAX = jax_to_price()
 TEMPORARIES = {
     # Least squares over layouts of four models, compiled for `h100:8` in bfloat16. With jax 0.10.2, 36 layouts: mean
     # error of the peak 5%, four above 10%, largest 16% (ZeRO-3, and where XLA's own attention fills most of the
     # memory). With jax 0.12.0, 17 layouts: mean 5%, three above 10%, largest 16%.
-    "gpu": Temporaries(0.3, 1.85, 3.3, 6.0, 0.5, 2.7, 7.1) if NEWER_JAX else Temporaries(0.3, 1.6, 2.2, 1.5, 1, 6, 6.2),
+    "gpu": Temporaries(0.3, 1.85, 3.3, 6.0, 0.5, 2.7, 7.1)
+    if is_newer(PRICED_JAX)
+    else Temporaries(0.3, 1.6, 2.2, 1.5, 1, 6, 6.2),
     # The same for `cpu:8` in float32 with jax 0.10.2, 36 layouts: mean 4%, largest 9%.
     "cpu": Temporaries(1.1, 2.55, 2.35, 0.9, 0.82, 0.0, 4.5),
 }
@@ -90,17 +114,15 @@ def memory(
     height: int,
     *,
     platform: str = "gpu",
-    attention: str = "flash",
 ) -> MemoryParts:
     """Bytes on one device.
 
     Args:
         model: sizes and architecture.
         layout: the layout.
-        workload: the batch and the dtypes.
+        workload: the batch, the dtypes and the attention: XLA's keeps the weights of all pairs.
         height: layers of the largest part (`jaxpar.pipeline.partition`).
         platform: `gpu` or `cpu`, whose XLA compiles.
-        attention: `flash`, or `xla`, which keeps the weights of all pairs (what `jaxpar compile` reports on).
     """
     state = state_bytes(model, layout, workload, height)
     b = workload.sequences_per_microbatch(layout)
@@ -112,7 +134,7 @@ def memory(
         layout.tensor,
         layout.remat,
         layout.sequence_parallel,
-        attention,
+        workload.attention,
     )
     t = TEMPORARIES[platform]
     if layout.pipe > 1:
@@ -132,7 +154,7 @@ def memory(
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
-        temporaries=temporaries,
+        temporaries=max(0.0, temporaries),  # with one microbatch fewer sums than gradients, which count whole
         batch=rows * workload.sequence_length * 9,  # two int32 and a bool for each token
     )
 

@@ -5,6 +5,7 @@ written out as a config. What the input does not say is filled in, and said.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ SIZES = {
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
 FORM = "layers=32,hidden=4096,heads=32,kv=8,ffn=14336,vocab=128256"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+LARGEST = 2**53  # above it a float does not hold every whole number
 FILLED_IN = {
     "mesh": {},
     "optimizer": {"name": "adamw", "learning_rate": 3e-4, "warmup_steps": 100, "weight_decay": 0.1, "clip_norm": 1.0},
@@ -61,7 +63,7 @@ def count(text: str, name: str) -> int:
         name: what it is, for the error.
 
     Raises:
-        InputError: when it is no such number, or below 1.
+        InputError: when it is no such number, below 1 or above 2^53.
 
     Example:
         >>> count("4M", "tokens"), count("4_000_000", "tokens"), count("0.5k", "tokens")
@@ -69,6 +71,8 @@ def count(text: str, name: str) -> int:
     """
     form = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kmg]?)", text.strip().lower())
     value = float(form[1].replace("_", "")) * UNITS[form[2]] if form else 0.0
+    if value > LARGEST:
+        raise InputError(f"{name} = {text}: must be at most 2^53, {LARGEST:,}.")
     if value < 1 or value != int(value):
         raise InputError(f"{name} = {text}: must be a whole number, at least 1, as 4194304, 4_194_304 or 4M (M: 2^20).")
     return int(value)
@@ -92,16 +96,23 @@ def read(text: str, sequence_length: int | None = None) -> Given:
         >>> given.config.model.num_key_value_heads, given.config.data.sequence_length, given.filled_in
         (4, 4096, ('data', 'optimizer', 'train'))
     """
-    path = Path(text)
-    if "=" in text and not path.exists():
+    path, is_file = Path(text), os.path.exists(text)
+    if "=" in text and not is_file:
         return _filled_in(from_sizes(text), (), sequence_length, origin=text)
-    if path.suffix in (".yaml", ".yml", ".json") or path.exists():
-        values = _json(path) if path.suffix == ".json" else {}
-        if "model" in values or path.suffix != ".json":
-            return _planned(load_config(path), sequence_length)
-        model, notes = from_hugging_face(values, origin=text)
-        return _filled_in(model, notes, sequence_length, origin=text)
+    if path.suffix in (".yaml", ".yml", ".json") or is_file:
+        try:
+            return _from_file(path, sequence_length)
+        except RecursionError:
+            raise InputError(f"{text}: is nested too deep for a config.") from None
     raise InputError(f"{text}: must be a config (.yaml), a Hugging Face config.json, or sizes as {FORM}.")
+
+
+def _from_file(path: Path, sequence_length: int | None) -> Given:
+    values = _json(path) if path.suffix == ".json" else {}
+    if "model" in values or path.suffix != ".json":
+        return _planned(load_config(path), sequence_length)
+    model, notes = from_hugging_face(values, origin=str(path))
+    return _filled_in(model, notes, sequence_length, origin=str(path))
 
 
 def _planned(config: Config, sequence_length: int | None) -> Given:
@@ -122,6 +133,8 @@ def _filled_in(model: dict[str, Any], notes: tuple[str, ...], sequence_length: i
     """A whole config around a model."""
     bytes_fit = isinstance(vocab := model["vocab_size"], int) and vocab >= BYTE_VOCAB_SIZE
     longest = model.get("max_position_embeddings") or 4096
+    if not isinstance(longest, int):
+        raise InputError(f"{origin}: max_position_embeddings = {json.dumps(longest)}: must be a whole number.")
     data = {
         "train": ["{stdlib}/*.py"],
         "tokenizer": "byte" if bytes_fit else "data/tokenizer.json",
@@ -190,7 +203,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str,
         InputError: when the model is of another kind, or fields are missing.
     """
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise InputError(f"{origin}: model_type {json.dumps(kind)} must be one of {', '.join(ARCHITECTURES)}.")
     needed = GPT2 if kind == "gpt2" else {name: name for name in ROTARY}
     if kind not in ("gpt2", "llama"):  # Hugging Face's llama has as many as heads by default, the others a number
@@ -200,6 +213,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str,
     model = {"architecture": kind, **{ours: values[theirs] for ours, theirs in needed.items()}}
     model |= {name: values[name] for name in OPTIONAL if values.get(name) is not None}
     if kind == "gpt2":
+        if not isinstance(values["n_embd"], int):
+            raise InputError(f"{origin}: n_embd = {json.dumps(values['n_embd'])}: must be a whole number.")
         model["intermediate_size"] = values.get("n_inner") or 4 * values["n_embd"]
         model |= {"hidden_act": values["activation_function"]} if values.get("activation_function") else {}
         return model, ()
@@ -209,18 +224,24 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str,
         model.setdefault("head_dim", 128)  # transformers, Qwen3Config
     if values.get("sliding_window") is not None and values.get("use_sliding_window", kind == "mistral"):
         model["sliding_window"] = values["sliding_window"]
-    notes = _rotary(model, values)
+    notes = _rotary(model, values, origin)
     return model, notes
 
 
-def _rotary(model: dict[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
+def _rotary(model: dict[str, Any], values: Mapping[str, Any], origin: str) -> tuple[str, ...]:
     """Put in what the file says of rotary positions: transformers 5 keeps it in one field, earlier ones in two."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(name) or {}, dict):
+            raise InputError(
+                f'{origin}: {name} = {json.dumps(values[name])}: must be an object, as {{"type": "linear"}}.'
+            )
     rope = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling") or rope
-    if "rope_theta" in rope:
-        model["rope_theta"] = float(rope["rope_theta"])
-    elif "rope_theta" in model:
-        model["rope_theta"] = float(model["rope_theta"])
+    theta = rope.get("rope_theta", model.get("rope_theta"))
+    if theta is not None:
+        if not isinstance(theta, int | float):
+            raise InputError(f"{origin}: rope_theta = {json.dumps(theta)}: must be a number.")
+        model["rope_theta"] = float(theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind == "llama3":
@@ -238,6 +259,8 @@ def _json(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {reason}.") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: {error.msg}.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{path}: {error}.") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold an object with the fields of a model.")
     return values

@@ -1,15 +1,18 @@
 """A plan: what was asked, the layouts in their order, and why the others lose; a value that is saved and compared."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from jaxpar.config import Config, InputError, ModelConfig
+from jaxpar.planner import limits
 from jaxpar.planner.advice import Advice, advise
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.layout import Workload
+from jaxpar.planner.memory import PRICED_JAX
 from jaxpar.planner.price import Price
 from jaxpar.planner.reasons import Rejected, rejected
 from jaxpar.planner.remedies import Task, remedies
@@ -24,6 +27,9 @@ class Plan:
         model: that is laid out.
         workload: of a step.
         cluster: laid out over.
+        jax: the version whose compiled programs the memory is that of.
+        requested_tokens: of a step, as asked for; None: the config's batch. The workload has the nearest that divides.
+        notes: what of the input was changed or left out.
         tensor_across_hosts: whether groups over `tensor` might span hosts.
         ranked: the fastest layout of each mesh, best first, as many as were asked for; none when nothing fits.
         meshes: number of meshes on which some layout fits.
@@ -38,6 +44,9 @@ class Plan:
     model: ModelConfig
     workload: Workload
     cluster: Cluster
+    jax: str
+    requested_tokens: int | None
+    notes: tuple[str, ...]
     tensor_across_hosts: bool
     ranked: tuple[Price, ...]
     meshes: int
@@ -92,6 +101,8 @@ def make_plan(
     *,
     tensor_across_hosts: bool = False,
     top: int = 10,
+    requested_tokens: int | None = None,
+    notes: Sequence[str] = (),
     ask: Pricing | None = None,
 ) -> Plan:
     """Make a plan.
@@ -102,11 +113,16 @@ def make_plan(
         cluster: to lay out over.
         tensor_across_hosts: whether groups over `tensor` may span hosts.
         top: meshes that are listed.
+        requested_tokens: of a step, as asked for, to be kept in the plan.
+        notes: on the input, likewise.
         ask: prices and bounds, by default `jaxpar.planner.price`'s.
 
     Raises:
-        InputError: when no layout can divide the batch.
+        InputError: when no layout can divide the batch, or the task is larger than `jaxpar.planner.limits`.
     """
+    limits.check_layers(config.model.num_hidden_layers)
+    limits.check_tokens(workload.tokens_per_step)
+    limits.check_devices(cluster.devices, "the cluster")
     ask = ask or Pricing()
     found = search(config, workload, cluster, tensor_across_hosts=tensor_across_hosts, ask=ask)
     meshes = found.meshes()
@@ -116,6 +132,9 @@ def make_plan(
         model=config.model,
         workload=workload,
         cluster=cluster,
+        jax=PRICED_JAX,
+        requested_tokens=requested_tokens,
+        notes=tuple(notes),
         tensor_across_hosts=tensor_across_hosts,
         ranked=tuple(meshes[:top]),
         meshes=len(meshes),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxpar.config import ModelConfig
 from jaxpar.flops import flops_per_token
 from jaxpar.hardware import SHARE_OF_PEAK
-from jaxpar.pipeline.partition import Partition, block_costs, partition
+from jaxpar.pipeline.partition import Partition
 from jaxpar.planner.cached import cached
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.cost import TimeParts, least_seconds, step_seconds
@@ -53,7 +53,7 @@ def price(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
         >>> found.fits, found.counts
         (True, (16, 16))
     """
-    split = partition_of(model, workload.sequence_length, layout.pipe, layout.chunks)
+    split = partition_of(model, layout.pipe, layout.chunks)
     filled = memory(model, layout, workload, split.height)
     time = step_seconds(model, layout, workload, cluster, split.height)
     tokens_per_second = workload.tokens_per_step / time.total
@@ -73,10 +73,14 @@ def price(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
 
 
 @cached
-def partition_of(model: ModelConfig, sequence_length: int, pipe: int, chunks: int) -> Partition:
-    """Which layers go where, as `jaxpar.step.partition_of` decides without measured costs."""
-    costs, cut_bytes = block_costs(model, sequence_length)
-    return partition(costs, cut_bytes, pipe, chunks)
+def partition_of(model: ModelConfig, pipe: int, chunks: int) -> Partition:
+    """Which layers go where, as `jaxpar.step.partition_of` decides without measured costs.
+
+    By formula all layers cost the same, so that `jaxpar.pipeline.partition` has no choice: as even as can be, with more
+    in later parts.
+    """
+    fewest, more = divmod(model.num_hidden_layers, pipe * chunks)
+    return Partition((fewest,) * (pipe * chunks - more) + (fewest + 1,) * more, pipe)
 
 
 _flops_per_token = cached(flops_per_token)

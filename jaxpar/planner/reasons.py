@@ -57,7 +57,8 @@ def rejected(found: Search, best: Price | None, task: Task, ask: Pricing) -> tup
             assert price, "every family has a layout that was priced"
             if not price.fits or (best and choice != "data"):
                 of_choice.append(Rejected(*family, False, _reason(family, price, best, found, task, ask), price))
-        rows += _folded(of_choice) if best else of_choice
+        fitting = [value for (name, value), at in found.families.items() if name == choice and at.fastest]
+        rows += _folded(of_choice, fitting) if best else of_choice
     return tuple(rows)
 
 
@@ -88,10 +89,15 @@ def _alone(family: Family, best: Layout, workload: Workload) -> Layout | None:
     return None
 
 
-def _folded(rows: list[Rejected]) -> list[Rejected]:
-    """Of greater and greater numbers that are all refused, or all too large, one stands for all: the nearest to fit."""
-    kind = lambda row: "refused" if row.price is None else "slower" if row.price.fits else "too large"
-    while len(rows) > 1 and isinstance(rows[-1].value, int) and kind(rows[-1]) == kind(rows[-2]) != "slower":
+def _folded(rows: list[Rejected], fitting: list[int | str]) -> list[Rejected]:
+    """Of greater and greater numbers that are all refused, or all too large, one stands for all: the nearest to fit.
+
+    Numbers below one that fits, the best layout's or another's, are not among them.
+    """
+    refused = lambda row: row.price is None
+    most = max((value for value in fitting if isinstance(value, int)), default=0)
+    beyond = lambda row: isinstance(row.value, int) and row.value > most
+    while len(rows) > 1 and beyond(rows[-2]) and beyond(rows[-1]) and refused(rows[-1]) == refused(rows[-2]):
         nearest = min(rows[-2:], key=lambda row: row.price.memory.total if row.price else 0)
         rows = [*rows[:-2], replace(nearest, value=rows[-2].value, and_above=True)]
     return rows

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from jaxpar.config import Config, InputError
 from jaxpar.hardware import DEVICES
+from jaxpar.planner import limits
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.price import Price
@@ -86,6 +87,8 @@ def _across_hosts(task: Task) -> Iterator[Task]:
 def _hosts(task: Task) -> Iterator[Task]:
     for times in (2**n for n in range(1, DOUBLINGS + 1)):
         cluster = replace(task.cluster, hosts=times * task.cluster.hosts)
+        if cluster.devices > limits.DEVICES:
+            return
         change = f"{times} times the hosts, {cluster.hosts} with {cluster.devices} devices"
         yield replace(task, change=change, cluster=cluster)
 

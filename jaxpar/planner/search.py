@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, InputError, ModelConfig
 from jaxpar.planner import price as pricing
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.layout import Layout, Workload
@@ -107,7 +107,7 @@ def search(
         ask: prices and bounds.
 
     Raises:
-        InputError: when no layout can divide the batch.
+        InputError: when no layout can divide the batch, or none with `tensor` inside hosts.
     """
     ask = ask or Pricing()
     space = Space(config, workload, cluster)
@@ -115,6 +115,12 @@ def search(
     meshes = space.meshes()
     result.illegal = space.illegal
     crossing = [] if tensor_across_hosts else sorted({t for _, _, t in meshes if not space.inside_host(t)})
+    if all(tensor in crossing for _, _, tensor in meshes):
+        raise InputError(
+            f"train.global_batch {workload.global_batch}: every layout on {cluster.devices} devices that divides it "
+            f"has groups over tensor that span hosts. Allow them with --tensor-across-hosts, or use a batch of "
+            f"{space.nearest_batch(workload.global_batch, inside_hosts=True)} sequences."
+        )
     result.compared = {("tensor", tensor) for tensor in crossing[:1]}
     look = _Look(space, ask, result)
     look.at(layout for sizes in meshes if sizes[2] not in crossing for layout in space.layouts(sizes))

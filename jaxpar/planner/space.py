@@ -77,6 +77,11 @@ def chunk_counts(layers: int, pipe: int) -> list[int]:
     return list(fewest.values())
 
 
+def _multiples(near: float, units: list[int]) -> list[int]:
+    """Of each unit the multiples on both sides of a number, ascending; 0 is none."""
+    return sorted({max(1, math.floor(near / unit) + up) * unit for unit in units for up in (0, 1)})
+
+
 @dataclass
 class Space:
     """The layouts of a task.
@@ -131,18 +136,33 @@ class Space:
                 self.illegal[axis, size] = self.rule(alone) or "the axes that would have to go with it are refused"
         return legal
 
-    def _no_mesh(self) -> str:
-        """Say which batches some mesh could divide: one replica for every device is legal but for the batch."""
-        batch, devices = self.workload.global_batch, self.cluster.devices
+    def nearest_batch(self, wanted: float, *, inside_hosts: bool = False) -> int:
+        """The number of sequences, nearest to what is wanted, that some mesh divides; the larger of two as near.
+
+        Args:
+            wanted: sequences of a step, perhaps no whole number.
+            inside_hosts: only meshes count whose groups over `tensor` lie inside hosts.
+        """
+        legal = _multiples(wanted, self._replicas(inside_hosts))
+        return min(legal, key=lambda count: (abs(count - wanted), -count))
+
+    def _replicas(self, inside_hosts: bool = False) -> list[int]:
+        """Numbers of replicas that some mesh has, whatever the batch: one for every device is always among them."""
+        devices = self.cluster.devices
         train = self.config.train.model_copy(update={"global_batch": devices})  # all numbers of replicas divide it
         other = Space(self.config.model_copy(update={"train": train}), self.workload, self.cluster)
-        replicas = {data for data, _, _ in other.meshes()}
-        legal = {count for data in replicas for count in (batch // data * data, batch // data * data + data) if count}
-        tokens = self.workload.sequence_length
+        meshes = other.meshes()
+        return sorted({data for data, _, tensor in meshes if not inside_hosts or self.inside_host(tensor)})
+
+    def _no_mesh(self) -> str:
+        """Say which batches some mesh could divide."""
+        batch, tokens = self.workload.global_batch, self.workload.sequence_length
+        replicas = self._replicas()
+        legal = _multiples(batch, replicas)
         return (
-            f"train.global_batch {batch}: no layout on {devices} devices can divide {batch} sequences over its "
-            f"replicas, which can be {', '.join(map(str, sorted(replicas)))}. Use {nearest(sorted(legal), batch)} "
-            f"sequences ({nearest(sorted(count * tokens for count in legal), batch * tokens)} tokens)."
+            f"train.global_batch {batch}: no layout on {self.cluster.devices} devices can divide {batch} sequences "
+            f"over its replicas, which can be {', '.join(map(str, replicas))}. Use {nearest(legal, batch)} "
+            f"sequences ({nearest([count * tokens for count in legal], batch * tokens)} tokens)."
         )
 
     def layouts(self, sizes: tuple[int, int, int]) -> Iterator[Layout]:

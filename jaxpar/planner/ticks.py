@@ -33,6 +33,10 @@ class Ticks:
     outputs: int
 
 
+FULL = 3
+"""Groups of S microbatches after which a 1F1B schedule repeats itself."""
+
+
 @cached
 def ticks(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Ticks:
     """Count, for `gpipe` or `1f1b` and at least two stages.
@@ -45,9 +49,10 @@ def ticks(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Tic
     forward = (M - 1) // S * S * v + (v - 1) * S + (M - 1) % S + S
     first_backward = v * S - 1 if schedule == "1f1b" else forward
     both = max(0, forward - first_backward)
-    slots = _slots(S, M, v, first_backward)
     if schedule == "gpipe":  # every output waits for the last forward, and the first idle write finds all slots full
-        return Ticks(forward, forward, both, forward, slots, M + 1)
+        return Ticks(forward, forward, both, forward, v * M + 1, M + 1)
+    # No more are alive after as many microbatches as it takes to fill the stages: a group of S more repeats the last.
+    slots = _slots(S, min(M, FULL * S + M % S), v, first_backward)
     return Ticks(forward, forward, both, both, slots, 1)
 
 

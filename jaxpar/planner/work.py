@@ -66,7 +66,14 @@ def memory_seconds(moved_bytes: float, cluster: Cluster) -> float:
 
 @cached
 def layer_work(
-    model: ModelConfig, b: int, sequence_length: int, tensor: int, sequence_parallel: bool, dtype: str, cluster: Cluster
+    model: ModelConfig,
+    b: int,
+    sequence_length: int,
+    tensor: int,
+    sequence_parallel: bool,
+    dtype: str,
+    cluster: Cluster,
+    attention: str = "flash",
 ) -> Work:
     """One layer on one microbatch; adding its gradients to the float32 sums is part of the backward."""
     T, D, n, c = sequence_length, model.hidden_size, tensor, ITEM_BYTES[dtype]
@@ -79,10 +86,7 @@ def layer_work(
     projections = sum(matmul_seconds(tokens, k, w, dtype, cluster) for k, w in shapes)
     inputs = sum(matmul_seconds(tokens, w, k, dtype, cluster) for k, w in shapes)
     weights = sum(matmul_seconds(k, tokens, w, dtype, cluster) for k, w in shapes)
-    seen = T if model.sliding_window is None else min(T, model.sliding_window)
-    share = cluster.efficiency.matmul if dtype not in cluster.matmul else cluster.matmul[dtype][-1][1]
-    rate = cluster.device.flops_per_second * SHARE_OF_PEAK.get(dtype, 0.05) * share * ATTENTION_SHARE
-    attention = 4.0 * tokens * seen * q / 2 / rate  # half of the pairs are masked, and left out
+    pairs = (_flash if attention == "flash" else _xla)(model, b, T, n, dtype, cluster)
     width = tokens * D / (n if sequence_parallel else 1)
     fixed = c * tokens * 2 * (q + kv)  # rotary positions
     forward = c * (FORWARD_PASSES * width + HIDDEN_FORWARD * tokens * f) + fixed
@@ -90,11 +94,40 @@ def layer_work(
     held = block(model, 1, 1, n)
     backward += (held.layer + held.layer_whole) * (c + 8)  # read the gradient, read and write the sum
     return Work(
-        forward=projections + attention + memory_seconds(forward, cluster),
-        backward=inputs + weights + ATTENTION_BACKWARD * attention + memory_seconds(backward, cluster),
+        forward=projections + pairs[0] + memory_seconds(forward, cluster),
+        backward=inputs + weights + pairs[1] + memory_seconds(backward, cluster),
         weights=weights,
         projections=projections,
     )
+
+
+def _multiplying_rate(dtype: str, cluster: Cluster) -> float:
+    share = cluster.efficiency.matmul if dtype not in cluster.matmul else cluster.matmul[dtype][-1][1]
+    return cluster.device.flops_per_second * SHARE_OF_PEAK.get(dtype, 0.05) * share
+
+
+def _flash(model: ModelConfig, b: int, T: int, n: int, dtype: str, cluster: Cluster) -> tuple[float, float]:
+    """Scores and what is made of them, forward and backward, in one kernel that writes no scores."""
+    seen = T if model.sliding_window is None else min(T, model.sliding_window)
+    flops = 4.0 * b * T * seen * model.num_attention_heads * model.head_dim / n / 2  # half is masked, and left out
+    forward = flops / (_multiplying_rate(dtype, cluster) * ATTENTION_SHARE)
+    return forward, ATTENTION_BACKWARD * forward
+
+
+def _xla(model: ModelConfig, b: int, T: int, n: int, dtype: str, cluster: Cluster) -> tuple[float, float]:
+    """The same by plain multiplications of all pairs, masked ones too, whose scores go through memory.
+
+    Forward: the first product writes the scores in float32 at least; the softmax reads them, and writes its weights as
+    they are kept and once more in the compute dtype, which the second product reads. Backward: the products read those,
+    and write the weights' gradients; the softmax reads these and its weights, and writes the scores' gradients in the
+    compute dtype, which two products read.
+    """
+    c = ITEM_BYTES[dtype]
+    wide, heads = max(c, 4), model.num_attention_heads / n
+    pairs = b * heads * T * T
+    multiplying = 4.0 * pairs * model.head_dim / _multiplying_rate(dtype, cluster)
+    forward = multiplying + memory_seconds(pairs * (3 * wide + 2 * c), cluster)
+    return forward, 2 * multiplying + memory_seconds(pairs * (3 * wide + 4 * c), cluster)
 
 
 LOGIT_PASSES = 8

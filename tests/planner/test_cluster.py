@@ -26,6 +26,8 @@ def test_names(text: str, expected: tuple[str, int, int]):
         ("8xh100", ["must be hosts × devices", "8xh100x8"]),
         ("0xh100x8", ["must be hosts × devices"]),
         ("64", ["must be hosts × devices"]),
+        ("99999xh100x8", ["799,992 devices", "at most 2^17, 131,072"]),
+        (f"{'9' * 5000}xh100x8", ["at most 2^17"]),
         ("nowhere.yaml", ["nowhere.yaml", "cannot be read"]),
     ],
 )
@@ -41,6 +43,12 @@ def test_a_file_says_the_same(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(wanted.to_yaml())
     assert parse_cluster(str(path)) == wanted
+
+
+def test_measured_sizes_may_stand_in_any_order(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: h100\nhosts: 1\nper_host: 8\nmatmul: {bfloat16: [[8192, 0.7], [1024, 0.4]]}\n")
+    assert parse_cluster(str(path)).matmul == {"bfloat16": ((1024.0, 0.4), (8192.0, 0.7))}
 
 
 def test_a_device_of_ones_own(tmp_path):
@@ -61,7 +69,13 @@ def test_a_device_of_ones_own(tmp_path):
         ("efficiency: {matmul: 1.5}", r"efficiency.matmul = 1.5: must be a number in \[0.2, 1\]"),
         ("usable: 2", r"usable = 2: must be a number in \[0.1, 1\]"),
         ("hosts: 0", "hosts = 0: must be a whole number"),
-        ("matmul: {bfloat16: [[1024, 7]]}", "must be a list of"),
+        ("hosts: true", "hosts = True: must be a whole number"),
+        ("hosts: 16385", r"131,080 devices: a plan is for at most 2\^17"),
+        ("matmul: {bfloat16: [1024, 7]}", "must be a list of"),
+        ("matmul: {bfloat16: [[1024, true]]}", "must be a list of .* in numbers"),
+        ("matmul: {bfloat16: [[1024, 7]]}", "shares of the peak in"),
+        ("matmul: {bfloat16: [[1024, 0.5], [2048, 0.6], [1024, 0.7]]}", "size 1024 stands there more than once"),
+        (f"speed: {'[' * 5000}{']' * 5000}", "nested too deep"),
         ("datasheet: {memory: 5}", "unknown key memory"),
         ("speed: fast", "unknown key speed"),
     ],

@@ -30,7 +30,7 @@ FREE = replace(CLUSTER, efficiency=replace(CLUSTER.efficiency, layer_seconds=1e-
 
 
 def of(layout: Layout, cluster=CLUSTER, workload: Workload = WORKLOAD):
-    height = partition_of(MODEL, workload.sequence_length, layout.pipe, layout.chunks).height
+    height = partition_of(MODEL, layout.pipe, layout.chunks).height
     return step_seconds(MODEL, layout, workload, cluster, height)
 
 
@@ -72,6 +72,19 @@ def test_recomputation_adds_a_forward():
     work = layer_work(MODEL, 8, 2048, 8, False, "bfloat16", FREE)
     assert full - plain == pytest.approx(4 * 24 * work.forward)
     assert plain < dots < full
+
+
+def test_xla_s_attention_takes_longer_and_again_where_it_is_recomputed():
+    xla = replace(WORKLOAD, attention="xla")
+    work, slow = (layer_work(MODEL, 8, 2048, 8, False, "bfloat16", FREE, a) for a in ("flash", "xla"))
+    for remat, forwards in (("none", 1), ("full", 2)):
+        layout = Layout(2, 1, 8, microbatches=4, remat=remat)
+        longer = of(layout, FREE, xla).compute - of(layout, FREE).compute
+        more = forwards * (slow.forward - work.forward) + slow.backward - work.backward
+        assert longer == pytest.approx(4 * 24 * more) and longer > 0
+        assert least_seconds(MODEL, layout, xla, FREE) - least_seconds(MODEL, layout, WORKLOAD, FREE) == pytest.approx(
+            longer
+        )
 
 
 def test_starting_kernels_takes_its_time():

@@ -1,12 +1,14 @@
 """Memory before compiling: by hand for one layout, and what must hold between layouts. `test_compiled` has the rest."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
 from jaxpar.config import ModelConfig
 from jaxpar.planner.layout import Layout, Workload
-from jaxpar.planner.memory import TEMPORARIES, least_memory_bytes, memory
+from jaxpar.planner.memory import TEMPORARIES, is_newer, jax_to_price, least_memory_bytes, memory
+from jaxpar.planner.model import read
 from jaxpar.planner.price import partition_of
 
 MODEL = ModelConfig(
@@ -25,7 +27,7 @@ MATRICES, NORMS, TABLES, LAST_NORM = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192, 2
 
 
 def of(layout: Layout, workload: Workload = WORKLOAD, **options):
-    height = partition_of(MODEL, workload.sequence_length, layout.pipe, layout.chunks).height
+    height = partition_of(MODEL, layout.pipe, layout.chunks).height
     return memory(MODEL, layout, workload, height, **options)
 
 
@@ -77,6 +79,28 @@ def test_the_bound_is_one(platform: str, zero: int):
         found = of(layout, platform=platform)
         assert least_memory_bytes(MODEL, layout, WORKLOAD) <= found.total
         assert min(vars(found).values()) >= 0
+
+
+def test_no_part_is_negative():
+    model = read("layers=32,hidden=4096,heads=32,kv=8,ffn=14336,vocab=128256").config.model
+    found = memory(model, Layout(1, 1, 8), Workload(4096, 1, param_dtype="bfloat16"), 32)
+    assert found.temporaries >= 0 and memory(MODEL, Layout(1, 1, 8), Workload(1, 1), 6).temporaries >= 0
+
+
+def test_xla_s_attention_keeps_the_pairs():
+    flash, xla = (of(Layout(8, 1, 1), replace(WORKLOAD, attention=a)) for a in ("flash", "xla"))
+    pairs = 6 * 2 * 32 * 32 * 8  # layers, sequences, pairs of tokens, heads
+    numbers = 6 * 2 * 4 * 32 * 8  # of the softmax, one more for each query
+    assert xla.activations - flash.activations == (4 + 2) * pairs + numbers
+
+
+def test_without_jax_it_is_the_newest_that_is_fitted(monkeypatch: pytest.MonkeyPatch):
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    assert jax_to_price() == version("jax")
+    monkeypatch.setattr("jaxpar.planner.memory.version", missing)
+    assert jax_to_price() == "0.12.0 (none is installed)" and is_newer(jax_to_price())
 
 
 def test_bfloat16_weights_need_no_copies():

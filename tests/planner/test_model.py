@@ -25,6 +25,9 @@ QWEN3 = {
 }  # https://huggingface.co/Qwen/Qwen3-0.6B, shortened
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+
+
 def write(folder: Path, values: object) -> str:
     (folder / "config.json").write_text(json.dumps(values))
     return str(folder / "config.json")
@@ -112,6 +115,12 @@ def test_hugging_face_fields(tmp_path: Path):
         (QWEN3 | {"model_type": "mixtral"}, 'model_type "mixtral" must be one of llama'),
         ({}, "model_type null"),
         (QWEN3 | {"hidden_size": "wide"}, "model.hidden_size"),
+        (QWEN3 | {"rope_scaling": "linear"}, 'rope_scaling = "linear": must be an object'),
+        (QWEN3 | {"rope_parameters": [1]}, r"rope_parameters = \[1\]: must be an object"),
+        (QWEN3 | {"rope_theta": "large"}, 'rope_theta = "large": must be a number'),
+        (QWEN3 | {"max_position_embeddings": "many"}, 'max_position_embeddings = "many": must be a whole number'),
+        (QWEN3 | {"model_type": ["qwen3"]}, "model_type .* must be one of llama"),
+        (GPT2 | {"n_embd": {}}, "n_embd = {}: must be a whole number"),
         ([], "must hold an object"),
     ],
 )
@@ -124,6 +133,21 @@ def test_text_that_is_no_json(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"a": 1,\n}')
     with pytest.raises(InputError, match=r"config\.json, line 2"):
         read(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(("name", "before"), [("config.json", ""), ("config.yaml", "model: ")])
+def test_files_nested_thousands_deep(tmp_path: Path, name: str, before: str):
+    (tmp_path / name).write_text(before + "[" * 5000 + "]" * 5000)
+    with pytest.raises(InputError, match="nested too deep"):
+        read(str(tmp_path / name))
+
+
+def test_numbers_of_thousands_of_digits(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}")
+    with pytest.raises(InputError, match=r"config\.json: .*digits"):
+        read(str(tmp_path / "config.json"))
+    with pytest.raises(InputError, match=r"at most 2\^53"):
+        count("9" * 500 + "G", "--seq")
 
 
 def test_a_config_keeps_everything_but_its_layout():

@@ -8,6 +8,7 @@ import pytest
 from jaxpar.config import InputError
 from jaxpar.planner.advice import Advice, advise
 from jaxpar.planner.plan import Plan, make_plan
+from jaxpar.planner.price import Price
 from jaxpar.planner.reasons import Rejected
 from jaxpar.planner.remedies import Task, remedies
 from jaxpar.planner.search import Found, Search
@@ -114,6 +115,34 @@ def test_great_numbers_that_do_not_fit_are_folded():
     assert plan.best is not None and sizes.keys() == {1, 2, 4, 8, 16} - {16 // plan.best.layout.microbatches} - {16}
     assert [row.and_above for row in sizes.values()] == [False, False, True]
     assert sizes[8].price is not None and sizes[8].price.layout.microbatches == 2  # not 1, of size 16
+
+
+def test_a_range_holds_nothing_that_fits():
+    """Of 8 devices only 2 and 4 replicas with ZeRO-3 fit, and at most 2 sequences of a microbatch."""
+
+    def price(model, layout, workload, cluster) -> Price:
+        small = workload.sequences_per_microbatch(layout) <= 2
+        fits = layout.data in (2, 4) and layout.zero == 3 and small
+        return replace(STAND_IN.price(model, layout, workload, cluster), fits=fits)
+
+    plan = make_plan(*task(), ask=STAND_IN._replace(price=price))
+    values = lambda choice: {row.value: row.and_above for row in plan.rejected if row.choice == choice}
+    assert {price.layout.data for price in plan.ranked} == {2, 4}
+    assert values("data") == {1: False, 8: False}
+    assert values("zero") == {0: False, 1: False, 2: False}
+    assert values("microbatch")[4] and 8 not in values("microbatch")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cluster", "batch", "said"),
+    [
+        (LONG.replace("layers=4", "layers=2001"), "1xh100x8", 8, "2,001: a plan is for at most 2,000 layers"),
+        (LONG, "1xh100x8", 2**25, r"a plan is for at most 2\^36, 68,719,476,736"),
+    ],
+)
+def test_tasks_that_are_too_large_are_refused(sizes: str, cluster: str, batch: int, said: str):
+    with pytest.raises(InputError, match=said):
+        make_plan(*task(sizes, cluster, sequence_length=4096, global_batch=batch))
 
 
 def test_the_usual_advice():

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,49 @@ def test_train_compile_and_verify_take_what_is_written(run_jaxpar, tmp_path: Pat
 def test_batches_that_are_no_whole_sequences_are_rounded_and_said(capsys: pytest.CaptureFixture[str]):
     command.run(SIZES, "2xh100x4", global_batch_tokens="60_000", sequence_length="1024")
     out = capsys.readouterr().out
-    assert "56 sequences × 1,024" in out
-    assert "note: 60,000 tokens are 58.59 sequences of 1,024; planned with 56 sequences, 57,344 tokens" in out
-    command.run(SIZES, "2xh100x4", global_batch_tokens="2500", sequence_length="1024")
-    assert "planned with 2 sequences" in capsys.readouterr().out
+    assert "59 sequences × 1,024" in out  # one replica of 8 devices takes any number
+    said = "60,000 tokens are 58.59 sequences of 1,024; planned with 59 sequences, 60,416 tokens"
+    assert f"note: {said}" in out
+    one_layer = SIZES.replace("layers=3", "layers=1")  # at least 2 replicas, with tensor inside hosts
+    command.run(one_layer, "2xh100x4", global_batch_tokens="60_000", sequence_length="1024", as_json=True)
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert (plan.workload.global_batch, plan.requested_tokens) == (58, 60_000)
+    assert plan.notes[0].startswith("60,000 tokens are 58.59 sequences of 1,024; planned with 58 sequences")
+    command.run(one_layer, "2xh100x4", global_batch_tokens="1", sequence_length="1024", as_json=True)
+    assert Plan.from_json(capsys.readouterr().out).workload.global_batch == 2
+
+
+def test_only_a_plan_is_written_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    plan, other, first = tmp_path / "plan.yaml", tmp_path / "other.yaml", "# mine\n"
+    other.write_text(first)
+    args = ["--cluster", "h100x2", "--write"]
+    assert run_main(monkeypatch, "plan", SIZES, *args, str(plan), "--global-batch-tokens", "8k") == 0
+    assert run_main(monkeypatch, "plan", SIZES, *args, str(plan), "--global-batch-tokens", "16k") == 0
+    written_once = plan.read_text()
+    assert "--global-batch-tokens 16k" in written_once
+    capsys.readouterr()
+    assert run_main(monkeypatch, "plan", str(plan), *args, str(plan)) == 2
+    assert "is the MODEL itself" in capsys.readouterr().err
+    assert run_main(monkeypatch, "plan", SIZES, *args, str(other), "--global-batch-tokens", "8k") == 2
+    assert "not a file that jaxpar plan wrote" in capsys.readouterr().err.replace("\n", " ")
+    assert other.read_text() == first and plan.read_text() == written_once
+
+
+def test_which_attention_is_priced_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    absent = "`jaxpar compile` for a GPU that is absent uses XLA's attention"
+    assert command.run(SIZES, "h100x4", **BATCH, config_file=tmp_path / "flash.yaml")
+    out, text = capsys.readouterr().out, (tmp_path / "flash.yaml").read_text()
+    assert f"priced for jax {version('jax')}, with cuDNN's flash attention" in out
+    assert absent in out and absent in text
+    config = tmp_path / "float32.yaml"
+    config.write_text(text.replace("compute_dtype: bfloat16", "compute_dtype: float32"))
+    assert command.run(str(config), "h100x4", config_file=tmp_path / "xla.yaml", as_json=True)
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert (plan.workload.attention, plan.jax) == ("xla", version("jax"))
+    text = (tmp_path / "xla.yaml").read_text()
+    assert "with XLA's attention" in text and absent not in text
 
 
 def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]):
@@ -185,6 +225,13 @@ def test_factors_are_fitted_to_measured_layouts(
         (["plan", SIZES, "--cluster", "h100x7", "--seq", "7", "--global-batch-tokens", "14"], "Use 7 sequences"),
         (["plan", SIZES, "--cluster", "h100x8", "--write", "no/where.yaml"], "there is no folder no"),
         (["plan", SIZES, "--cluster", "h100x8", "--plot", "plan.txt"], "must end in .png"),
+        (["plan", SIZES, "--cluster", "h100x8", "--write", "."], "is a folder, must be a file"),
+        (["plan", SIZES, "--cluster", "h100x8", "--write", "/proc/x.yaml"], "/proc/x.yaml: cannot be written"),
+        (["plan", SIZES, "--cluster", "h100x8", "--write", "/dev/null"], "must be an ordinary file"),
+        (["plan", SIZES, "--cluster", "h100x8", "--plot", "folder.png"], "folder.png: is a folder"),
+        (["plan", SIZES, "--cluster", "h100x8", "--global-batch-tokens", "65G"], "at most 2^36"),
+        (["plan", SIZES.replace("3", "3000", 1), "--cluster", "h100x8"], "at most 2,000 layers"),
+        (["plan", "--cluster", "h100x8", "--fit", "r", "--output", "/proc/x.yaml"], "--output /proc/x.yaml: cannot"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv"], "--fit MEASURED.csv needs --output"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.yaml"], "rows.csv: cannot be read"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.json"], "must be a .yaml file"),
@@ -198,6 +245,7 @@ def test_bad_input(
     args: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
     assert run_main(monkeypatch, *args) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error.replace("\n", " "), error

@@ -137,6 +137,13 @@ def test_what_the_rules_refuse_is_kept_with_the_rule():
     assert found.families.keys().isdisjoint(found.illegal)
 
 
+def test_a_batch_that_only_tensor_across_hosts_divides():
+    one = task("layers=1,hidden=2048,heads=16,ffn=4096,vocab=32000", "2xh100x8", global_batch=1)
+    with pytest.raises(InputError, match="--tensor-across-hosts, or use a batch of 2 sequences"):
+        search(*one)
+    assert search(*one, tensor_across_hosts=True).meshes()
+
+
 def test_a_batch_that_no_layout_divides():
     with pytest.raises(InputError, match=r"global_batch 7: .* 2, 4, 8.*Use 6 or 8 sequences \(12288 or 16384 tokens\)"):
         search(*task("layers=1,hidden=1024,heads=4,ffn=64,vocab=512", "1xh100x8", global_batch=7), ask=STAND_IN)

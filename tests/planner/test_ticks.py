@@ -6,7 +6,16 @@ import pytest
 
 from jaxpar.pipeline.executor import _idle_slots
 from jaxpar.pipeline.schedules import SCHEDULES, make_schedule
-from jaxpar.planner.ticks import Ticks, ticks
+from jaxpar.planner.ticks import Ticks, _slots, ticks
+
+
+def test_slots_are_those_of_all_microbatches():
+    """More than fill the stages are not laid out; `test_counts_are_the_table_s` has few microbatches."""
+    for stages, microbatches, chunks in product((2, 3, 8), range(1, 70), (1, 2, 5)):
+        found = ticks("1f1b", stages, microbatches, chunks)
+        assert found.slots == _slots(stages, microbatches, chunks, chunks * stages - 1)
+    assert ticks("1f1b", 8, 2**30, 2).slots == ticks("1f1b", 8, 64, 2).slots
+    assert ticks("gpipe", 2, 2**30, 1).slots == 2**30 + 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -45,6 +45,20 @@ def test_the_head_s_likewise():
     assert sum(head_seconds(MODEL, 2, 1024, 8, "bfloat16", IDEAL)) == pytest.approx(total / 8)
 
 
+def test_xla_s_attention_writes_and_reads_the_scores():
+    T, pairs = 1024, 2 * 16 * 1024**2
+    flash, xla = (layer_work(MODEL, 2, T, 1, False, "bfloat16", IDEAL, a) for a in ("flash", "xla"))
+    multiplying = 4 * pairs * 128 / PEAK  # masked pairs too, at the rate of multiplications
+    assert xla.forward - flash.forward == pytest.approx(multiplying * (1 - 1 / 2 / ATTENTION_SHARE), rel=1e-6)
+    slow = replace(H100, efficiency=Efficiency(matmul=1.0, memory=0.5))
+    ideal_moves = lambda a: layer_work(MODEL, 2, T, 1, False, "bfloat16", slow, a)
+    moved = (ideal_moves("xla").forward - ideal_moves("flash").forward) - (xla.forward - flash.forward)
+    rate = 0.5 * H100.device.memory_bytes_per_second
+    assert moved == pytest.approx(pairs * (3 * 4 + 2 * 2) / rate, rel=1e-6)
+    back = (ideal_moves("xla").backward - ideal_moves("flash").backward) - (xla.backward - flash.backward)
+    assert back == pytest.approx(pairs * (3 * 4 + 4 * 2) / rate, rel=1e-6)
+
+
 def test_splitting_by_tensor_splits_the_work():
     whole, part = (layer_work(MODEL, 1, 1024, n, True, "bfloat16", IDEAL) for n in (1, 4))
     assert part.forward == pytest.approx(whole.forward / 4)
