@@ -17,6 +17,7 @@ from jaxpar import verify
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config, InputError
 from jaxpar.inspect import compile_step
+from jaxpar.mesh import make_mesh
 from jaxpar.step import abstract_batch
 from jaxpar.zero import Zero, split_dim
 from tests.test_step import assert_parity, config, one_device, one_device_training, program
@@ -71,7 +72,7 @@ def case(number: int):
 
 @pytest.mark.parametrize("number", [case(number) for number in range(len(CASES))])
 def test_a_step_equals_one_device(number):
-    report = verify.compare(settings_of(*CASES[number], number), program_mesh(CASES[number][0]))
+    report = verify.compare(settings_of(*CASES[number], number), make_mesh(*CASES[number][0]))
     assert report.tolerance == 1e-9 and report.ok, report.comparisons[:5]
     kinds = [c.kind for c in report.comparisons]
     assert kinds.count("gradient") >= 11 and kinds.count("updated parameter") >= 11
@@ -84,10 +85,6 @@ def test_a_table_that_is_used_twice_counts_once(stage):
     assert_parity(
         config((4, 1, 2), model=model, parallel={"zero": stage, "microbatches": 4}, grad_reduce=overlapped), **model
     )
-
-
-def program_mesh(layout):
-    return program(config(layout)).mesh
 
 
 # ---------------------------------------------------------------- what a step sends and holds
