@@ -2,7 +2,8 @@
 
 Every leaf of the state has copies along the mesh axes that its `PartitionSpec` does not name. They start equal and
 every device changes its own in the same way, so they stay equal bit for bit, until memory, a link or a kernel that
-is not deterministic changes one. Nothing else notices: the loss goes on falling while replicas train apart.
+is not deterministic changes one. Nothing else notices: the loss goes on falling while replicas train apart. A run
+also checks before it saves: restored copies are equal, whatever they were made of.
 
 A check reads the state once on every device and gathers 8 bytes for each leaf from each of n devices: it sends
 8 (n-1) bytes a leaf, over all axes. It waits for the step that made the state. For `configs/quickstart.yaml` on 8

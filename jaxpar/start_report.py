@@ -6,12 +6,11 @@ from collections.abc import Iterator
 import jax
 from rich.filesize import decimal
 
-from jaxpar.config import Config
+from jaxpar.config import Config, choose_implementation
 from jaxpar.data.sources import Data
 from jaxpar.drift import DriftCheck
 from jaxpar.flops import parameter_count
 from jaxpar.gradients import layer_by_layer, partition_of
-from jaxpar.layers.attention import choose_implementation
 from jaxpar.mesh import DATA, shard_bytes
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.step import Program

@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import psum
 from jaxpar.collectives.choosing import Chosen, choose_reduction
-from jaxpar.config import Config
+from jaxpar.config import Config, choose_implementation
 from jaxpar.gradients import Batch, Params, in_block_view, layer_by_layer, partition_of
 from jaxpar.layers import specs
-from jaxpar.layers.attention import choose_implementation
 from jaxpar.mesh import DATA, PIPE, batch_spec, shard_bytes
 from jaxpar.models import Transformer
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs

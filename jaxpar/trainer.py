@@ -136,11 +136,11 @@ class Run:
             state, metrics = self.program.train_step(state, batch)
             bad = self._report(*pending) if pending else 0
             pending = step, metrics
-            if train.drift_check_every and step % train.drift_check_every == 0:
-                state = self._without_drift(step, state, metrics)
             stop = _stop_signal(signals, step)
             evaluating = self.data.validation if self._due(step, train.eval_every) else None
             saving = stop or self._due(step, self.config.checkpoint.every)
+            if train.drift_check_every and (saving or step % train.drift_check_every == 0):
+                state = self._without_drift(step, state, metrics)  # no checkpoint is of an unchecked state
             if evaluating or saving or bad >= train.max_bad_steps:
                 # These wait for the step anyway, and no checkpoint may be ahead of metrics.jsonl.
                 validation = evaluate(self.program, state.params, evaluating) if evaluating else {}

@@ -250,7 +250,7 @@ def test_a_run_stops_and_says_where_and_since_when(
     """Through the command line: exit 1."""
     config_file = write_tiny(tmp_path)
     flip_during(monkeypatch, after_step=3, device=2)
-    monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *SETTINGS])
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *SETTINGS, "checkpoint.every=9"])
     with pytest.raises(SystemExit) as stop:
         jaxpar.cli.main()
     assert stop.value.code == 1
@@ -260,10 +260,21 @@ def test_a_run_stops_and_says_where_and_since_when(
         "stopped: after step 4 copies that should be equal differ, in 1 leaves of the state. After step 2 they were",
         "step 3 is the first that can have done it.",
         "- params.norm.scale: not as most of 4 copies over data × tensor: device 2 of process 0 (data 1, pipe 0,",
-        "This state is not saved; the newest checkpoint is of step 3.",
+        "This state is not saved; there is no checkpoint yet.",
     ):
         assert said in error
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_no_checkpoint_is_of_a_state_that_was_not_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None
+):
+    """A restored state has equal copies whatever it was made of, so that the drift could not be found any more."""
+    settings = [*SETTINGS, "train.drift_check_every=4", "checkpoint.every=1"]
+    config, mesh = start(load_config(write_tiny(tmp_path), settings))
+    flip_during(monkeypatch, after_step=3, device=2)
+    with pytest.raises(CheckFailed, match=r"(?s)after step 3 copies .* the newest checkpoint is of step 2\."):
+        trainer.train(config, mesh)
 
 
 def test_a_run_that_is_repaired_ends_like_one_that_was_not_disturbed(

@@ -10,7 +10,7 @@ PACKAGE = Path(jaxpar.__file__).parent
 
 ROWS = [
     ["config"],
-    ["hardware", "flops", "collective_costs"],
+    ["hardware", "flops", "quantities", "collective_costs"],
     ["mesh"],
     ["collectives"],
     ["layers"],
@@ -38,6 +38,7 @@ WITHOUT_JAX = [
     "config",
     "hardware.py",
     "flops.py",
+    "quantities.py",
     "collective_costs",
     "cli",
     "planner",

@@ -6,6 +6,7 @@ of -1, which `Config.resolve_mesh` fills in as soon as the number of devices is 
 checked too. To change something: a key in `sections`, a rule between keys in `rules`, a message in `errors`.
 """
 
+from jaxpar.config.attention import Implementation, choose_implementation
 from jaxpar.config.errors import CheckFailed, InputError
 from jaxpar.config.root import Config, blocks_resume, differences, json_schema, load_config
 from jaxpar.config.sections import (
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "GradReduceConfig",
+    "Implementation",
     "InputError",
     "LogConfig",
     "MeshConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "Source",
     "TrainConfig",
     "blocks_resume",
+    "choose_implementation",
     "differences",
     "json_schema",
     "load_config",

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxpar.inspect.memory import Memory
-from jaxpar.inspect.printing import percent, quantity
 from jaxpar.inspect.summary import Report, read_schedule
 from jaxpar.inspect.timeline import MATRICES, OTHER, Timeline
+from jaxpar.quantities import percent, quantity
 
 MEMORY_COLORS = {
     "parameters": "#4477aa",

@@ -106,6 +106,8 @@ def partition(costs: Sequence[float], cut_bytes: Sequence[float], stages: int, c
     if not all(math.isfinite(x) and x >= 0 for x in (*costs, *cut_bytes)):
         raise InputError("costs and cut_bytes must be finite and at least 0.")
 
+    if len(set(costs)) == len(set(cut_bytes) or {0}) == 1 and costs[0] > 0:
+        return even(layers, stages, chunks)
     sums = list(accumulate(_whole(costs), initial=0))
     cuts = [0, *_whole(cut_bytes)]  # what is cut at the start of a part
     # Some split has no part above the mean part and one layer, so the best one has not either.
@@ -119,6 +121,17 @@ def partition(costs: Sequence[float], cut_bytes: Sequence[float], stages: int, c
         combine=lambda a, b: (a[0] + b[0], a[1] + b[1]),
     )
     return Partition(counts, stages)
+
+
+def even(layers: int, stages: int, chunks: int = 1) -> Partition:
+    """The partition of layers that all cost the same: as even as can be, with more layers in later parts.
+
+    Example:
+        >>> even(30, stages=4).counts
+        (7, 7, 8, 8)
+    """
+    fewest, more = divmod(layers, stages * chunks)
+    return Partition((fewest,) * (stages * chunks - more) + (fewest + 1,) * more, stages)
 
 
 def _whole(numbers: Sequence[float]) -> list[int]:

@@ -1,32 +1,22 @@
-"""Which attention a plan prices: what a GPU will run, by the rule of `jaxpar.layers.attention`, without JAX."""
+"""Which attention a plan prices: what a GPU will run."""
 
-from jaxpar.config import InputError, ModelConfig
+from jaxpar.config import Config, ModelConfig, choose_implementation
 from jaxpar.planner.layout import Workload
 
 COMPILED_WITH = "`jaxpar compile` for a GPU that is absent uses XLA's attention, and so reports more memory."
 """What to know of a plan with flash attention."""
 
 
-def choose_attention(wanted: str, compute_dtype: str) -> str:
-    """`"flash"` or `"xla"`: cuDNN's flash attention is for bfloat16 only.
-
-    Args:
-        wanted: `model.attn_implementation`.
-        compute_dtype: `train.compute_dtype`.
-
-    Raises:
-        InputError: when cuDNN is asked for where it cannot run.
+def attention_of(config: Config) -> str:
+    """`"flash"` or `"xla"`: what a config gets on a GPU.
 
     Example:
-        >>> choose_attention("auto", "bfloat16"), choose_attention("auto", "float32")
-        ('flash', 'xla')
+        >>> from jaxpar.planner.model import read
+        >>> attention_of(read("layers=2,hidden=64,heads=4,ffn=176,vocab=512").config)
+        'flash'
     """
-    if wanted == "cudnn" and compute_dtype != "bfloat16":
-        raise InputError(
-            f"model.attn_implementation cudnn: cuDNN flash attention needs bfloat16, and train.compute_dtype is "
-            f"{compute_dtype}. Use auto or xla."
-        )
-    return "flash" if wanted != "xla" and compute_dtype == "bfloat16" else "xla"
+    wanted, dtype = config.model.attn_implementation, config.train.compute_dtype
+    return "flash" if choose_implementation(wanted, dtype, "gpu")[0] == "cudnn" else "xla"
 
 
 def attention_in_words(model: ModelConfig, workload: Workload) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -10,4 +10,4 @@ T = TypeVar("T")
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
     """`functools.lru_cache`, for arguments that type checkers do not know to be hashable, as frozen pydantic models."""
-    return lru_cache(maxsize=1 << 17)(function)  # pyright: ignore[reportReturnType]
+    return cast(Callable[P, T], lru_cache(maxsize=1 << 17)(function))

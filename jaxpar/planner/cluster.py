@@ -15,7 +15,7 @@ Rates come from `jaxpar.hardware`. What a machine reaches of them are a few name
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -214,14 +214,14 @@ def _curves(path: str, curves: Any) -> dict[str, tuple[tuple[float, float], ...]
     return {dtype: tuple(sorted((float(x), float(y)) for x, y in points)) for dtype, points in curves.items()}
 
 
-def _check_keys(path: str, where: str, values: Any, known: set[str], needed: set[str] = frozenset()) -> None:  # pyright: ignore[reportArgumentType]
+def _check_keys(path: str, where: str, values: Any, known: set[str], needed: Collection[str] = ()) -> None:
     if not isinstance(values, dict):
         raise InputError(f"{path}: {where} must hold keys: {', '.join(sorted(known))}.")
     for key in values.keys() - known:
         near = difflib.get_close_matches(str(key), known, n=1)
         hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
         raise InputError(f"{path}: {where} has an unknown key {key}.{hint}")
-    if missing := sorted(needed - values.keys()):
+    if missing := sorted(set(needed) - values.keys()):
         raise InputError(f"{path}: {', '.join(missing)} missing.")
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxpar.config import Config, InputError
 from jaxpar.planner import explain, fitting, written
-from jaxpar.planner.attention import COMPILED_WITH, choose_attention
+from jaxpar.planner.attention import COMPILED_WITH, attention_of
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.layout import Workload
 from jaxpar.planner.limits import check_layers, check_tokens
@@ -118,7 +118,7 @@ def _workload(config: Config) -> Workload:
         train.param_dtype,
         train.compute_dtype,
         config.optimizer.name,
-        choose_attention(config.model.attn_implementation, train.compute_dtype),
+        attention_of(config),
     )
 
 

@@ -19,7 +19,9 @@ What hides behind computing, as read from programs compiled for H100:
 """
 
 from dataclasses import dataclass, fields
+from typing import cast
 
+from jaxpar.collective_costs import Algorithm, Op
 from jaxpar.config import ModelConfig
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.layout import Layout, Workload
@@ -127,8 +129,8 @@ def _seconds(t: Transfer, layout: Layout, cluster: Cluster) -> float:
     group = span(t.axes, layout, cluster, ORDER)
     if t.op == "collective-permute":
         return message_seconds(t.bytes, group.hosts > 1, cluster)
-    algorithm = layout.algorithm if t.axes == DATA and t.op != "all-gather" else "native"
-    return collective_seconds(t.op, algorithm, t.bytes, group, cluster)
+    algorithm: Algorithm = layout.algorithm if t.axes == DATA and t.op != "all-gather" else "native"
+    return collective_seconds(cast(Op, t.op), algorithm, t.bytes, group, cluster)
 
 
 def update_seconds(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, height: int) -> float:

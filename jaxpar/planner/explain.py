@@ -11,7 +11,8 @@ from jaxpar.pipeline.partition import Partition
 from jaxpar.planner.attention import attention_in_words
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import Price
-from jaxpar.planner.words import MEMORY, TIME, gigabytes, in_words, seconds, too_much
+from jaxpar.planner.words import MEMORY, TIME, gigabytes, in_words, too_much
+from jaxpar.quantities import seconds
 
 
 def show(plan: Plan) -> None:

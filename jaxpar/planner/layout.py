@@ -5,6 +5,8 @@ Letters: T tokens of a sequence, B sequences of a step over the whole cluster.
 
 from dataclasses import dataclass
 
+from jaxpar.collective_costs import Algorithm
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,7 +34,7 @@ class Layout:
     microbatches: int = 1
     remat: str = "none"
     sequence_parallel: bool = False
-    algorithm: str = "native"
+    algorithm: Algorithm = "native"
 
     @property
     def devices(self) -> int:

@@ -62,7 +62,7 @@ def _span(axes: tuple[str, ...], sizes: tuple[int, int, int], per_host: int, ord
 
 
 @cached
-def collective_seconds(op: str, algorithm: str, buffer_bytes: float, group: Span, cluster: Cluster) -> float:
+def collective_seconds(op: Op, algorithm: Algorithm, buffer_bytes: float, group: Span, cluster: Cluster) -> float:
     """Time of one collective over a whole buffer.
 
     Algorithms of our own take as many times longer than `native` as by `jaxpar.collective_costs`.
@@ -81,10 +81,8 @@ def collective_seconds(op: str, algorithm: str, buffer_bytes: float, group: Span
     return taken * own / native
 
 
-def _modelled(op: str, algorithm: str, buffer_bytes: float, group: Group, cluster: Cluster) -> float:
-    known_op: Op = op  # pyright: ignore[reportAssignmentType]
-    known: Algorithm = algorithm  # pyright: ignore[reportAssignmentType]
-    return seconds(known_op, known, buffer_bytes, group, cluster.device)
+def _modelled(op: Op, algorithm: Algorithm, buffer_bytes: float, group: Group, cluster: Cluster) -> float:
+    return seconds(op, algorithm, buffer_bytes, group, cluster.device)
 
 
 @cached

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxpar.config import ModelConfig
 from jaxpar.flops import flops_per_token
 from jaxpar.hardware import SHARE_OF_PEAK
-from jaxpar.pipeline.partition import Partition
+from jaxpar.pipeline.partition import Partition, even
 from jaxpar.planner.cached import cached
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.cost import TimeParts, least_seconds, step_seconds
@@ -74,13 +74,8 @@ def price(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
 
 @cached
 def partition_of(model: ModelConfig, pipe: int, chunks: int) -> Partition:
-    """Which layers go where, as `jaxpar.step.partition_of` decides without measured costs.
-
-    By formula all layers cost the same, so that `jaxpar.pipeline.partition` has no choice: as even as can be, with more
-    in later parts.
-    """
-    fewest, more = divmod(model.num_hidden_layers, pipe * chunks)
-    return Partition((fewest,) * (pipe * chunks - more) + (fewest + 1,) * more, pipe)
+    """Which layers go where without measured costs: by formula they all cost the same."""
+    return even(model.num_hidden_layers, pipe, chunks)
 
 
 _flops_per_token = cached(flops_per_token)

@@ -2,6 +2,7 @@
 
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.price import MemoryParts, TimeParts
+from jaxpar.quantities import seconds
 
 TIME = {
     "compute": "compute",
@@ -33,16 +34,6 @@ def gigabytes(size: float) -> str:
     if size < 50e6:
         return f"{size / 1e6:.1f} MB"
     return f"{size / 1e9:,.0f} GB" if size >= 99.95e9 else f"{size / 1e9:.1f} GB"
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that suits it, three digits.
-
-    Example:
-        >>> seconds(12.345), seconds(0.98765), seconds(0.00012), seconds(0)
-        ('12.3 s', '988 ms', '0.12 ms', '0')
-    """
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value else "0"
 
 
 def mesh(layout: Layout) -> str:

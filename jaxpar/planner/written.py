@@ -13,7 +13,8 @@ from jaxpar.planner.model import Given
 from jaxpar.planner.output import check_output, first_line
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import Price
-from jaxpar.planner.words import MEMORY, gigabytes, mesh, seconds
+from jaxpar.planner.words import MEMORY, gigabytes, mesh
+from jaxpar.quantities import seconds
 
 FIRST_WORDS, LAST_WORDS = "The fastest layout on ", ", planned, not measured, by"
 """Of the first line of the file, by which it is known."""

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import InputError
+from jaxpar.config import InputError, choose_implementation
 from jaxpar.layers import ParallelAttention, frequencies
-from jaxpar.layers.attention import causal_attention, choose_implementation
+from jaxpar.layers.attention import causal_attention
 from jaxpar.mesh import make_mesh
 from tests.layers.both_views import MESHES, B, D, T, assert_same, compare_views, numbers, random_params
 

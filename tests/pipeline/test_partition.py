@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxpar.config import InputError, ModelConfig
 from jaxpar.flops import flops_per_token
-from jaxpar.pipeline.partition import Partition, block_costs, partition
+from jaxpar.pipeline.partition import Partition, block_costs, even, partition
 
 
 def best_of_all(costs: list[float], cut_bytes: list[float], parts: int) -> tuple[int, ...]:
@@ -56,8 +56,15 @@ def test_uneven_layers():
         assert partition([2, 2, 0, 2, 2], cut_bytes, stages=2).counts == counts
 
 
+def test_layers_that_are_all_alike():
+    for layers in range(1, 11):
+        for parts in range(1, layers + 1):
+            want = best_of_all([0.1] * layers, [7.0] * (layers - 1), parts)
+            assert even(layers, parts).counts == partition([0.1] * layers, [7.0] * (layers - 1), parts).counts == want
+
+
 def test_a_large_model_is_quick_and_exact():
-    costs = [0.1] * 200
+    costs = [0.1] * 199 + [0.2]
     assert partition(costs, [1.0] * 199, stages=8, chunks=5).counts == (5,) * 40
 
 

@@ -12,7 +12,8 @@ from rich.table import Table
 from jaxpar.planner import explain
 from jaxpar.planner.plan import Plan, make_plan
 from jaxpar.planner.plot import bars, draw
-from jaxpar.planner.words import gigabytes, in_words, seconds
+from jaxpar.planner.words import gigabytes, in_words
+from jaxpar.quantities import seconds
 from tests.planner.stand_in import STAND_IN
 from tests.planner.tasks import task
 

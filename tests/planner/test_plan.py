@@ -12,7 +12,7 @@ from jaxpar.planner.price import Price
 from jaxpar.planner.reasons import Rejected
 from jaxpar.planner.remedies import Task, remedies
 from jaxpar.planner.search import Found, Search
-from jaxpar.planner.words import seconds
+from jaxpar.quantities import seconds
 from tests.planner.stand_in import STAND_IN
 from tests.planner.tasks import LARGE, task
 

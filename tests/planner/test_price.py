@@ -8,10 +8,9 @@ import pytest
 
 from jaxpar.config import ModelConfig
 from jaxpar.flops import flops_per_token
-from jaxpar.pipeline.partition import block_costs, partition
 from jaxpar.planner.cluster import parse_cluster
 from jaxpar.planner.layout import Layout, Workload
-from jaxpar.planner.price import least_memory_bytes, least_seconds, partition_of, price
+from jaxpar.planner.price import least_memory_bytes, least_seconds, price
 
 LLAMA_8B = ModelConfig(
     architecture="llama",
@@ -38,14 +37,6 @@ def test_parts_add_up():
 def test_counts_and_the_fullest_stage():
     found = price(LLAMA_8B, Layout(4, 5, 1, microbatches=16), Workload(4096, 320), parse_cluster("5xh100x4"))
     assert (found.counts, found.stage) == ((6, 6, 6, 7, 7), 3)
-
-
-def test_layers_are_split_as_the_partition_of_a_run_splits_them():
-    for layers in (1, 2, 7, 12):
-        model = LLAMA_8B.model_copy(update={"num_hidden_layers": layers})
-        for pipe in range(1, layers + 1):
-            for chunks in range(1, layers // pipe + 1):
-                assert partition_of(model, pipe, chunks) == partition(*block_costs(model, 4096), pipe, chunks)
 
 
 def test_whether_it_fits():
