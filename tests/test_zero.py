@@ -87,6 +87,17 @@ def test_a_table_that_is_used_twice_counts_once(stage):
     )
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_that_stay_whole_are_summed_too(stage):
+    """The norms of queries and keys have 2 elements, which 4 replicas do not divide."""
+    model = {"architecture": "qwen3"}
+    settings = config((4, 1, 2), model=model, parallel={"zero": stage, "microbatches": 2})
+    built = program(settings)
+    whole = built.zero.replicated(built.abstract_state.params)
+    assert set(whole) == {"blocks.attention.query_norm.scale", "blocks.attention.key_norm.scale"}
+    assert_parity(settings, **model)
+
+
 # ---------------------------------------------------------------- what a step sends and holds
 
 
