@@ -30,6 +30,7 @@ from rich.filesize import decimal
 
 import jaxpar
 from jaxpar.config import InputError
+from jaxpar.names import Named, like, named, nested
 from jaxpar.orbax_log import quieten_orbax
 
 SCHEMA_VERSION = 1
@@ -108,7 +109,7 @@ class Checkpoints:
         Raises:
             InputError: when this or the save before it cannot be written, or a later step is already there.
         """
-        arrays = _named(state)
+        arrays = named(state)
         metadata = CheckpointMetadata(
             config_yaml=config_yaml,
             data_position=data_position,
@@ -220,7 +221,7 @@ class Checkpoints:
         """
         step = self._existing(step)
         metadata = self.metadata(step)
-        wanted = _named(abstract_state)
+        wanted = named(abstract_state)
         _check_fits(metadata.arrays, {name: _kind(leaf) for name, leaf in wanted.items()}, self.folder / str(step))
         abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}
         try:
@@ -234,9 +235,7 @@ class Checkpoints:
                 f"The checkpoint {self.folder / str(step)} cannot be read: {str(error)[:300]}. "
                 + (f"Delete that folder to go on from step {others[-1]}." if others else "There is no other one.")
             ) from error
-        arrays = _named(stored)
-        leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), metadata
+        return like(abstract_state, named(stored)), metadata
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -281,23 +280,9 @@ class Checkpoints:
         ) from error
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Flatten to names: field names and keys on the way to each leaf, joined by "/"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {"/".join(jax.tree_util.keystr((key,), simple=True) for key in path): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves), "two leaves of the state have the same name"
-    return {name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for name, leaf in named.items()}
-
-
-def _nested(named: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
-    return tree
+def _nested(leaves: Named) -> dict[str, Any]:
+    keep = jax.Array | jax.ShapeDtypeStruct
+    return nested({name: leaf if isinstance(leaf, keep) else np.asarray(leaf) for name, leaf in leaves.items()})
 
 
 def _kind(leaf: Any) -> str:

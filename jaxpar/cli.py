@@ -41,6 +41,11 @@ def train(
 ) -> None:
     """Train a model, or continue the run that stands in train.run_dir."""
     config = load_config(config_file, overrides or ())
+    if config.train.data_parallel == "parameter_server":
+        from jaxpar.parameter_server import run
+
+        run.train(config, accept_changes=accept_changes)
+        return
     from jaxpar import mesh, trainer
 
     config, devices = mesh.start(config)
@@ -56,7 +61,7 @@ def verify(
 ) -> None:
     """Compare one step of a config on its mesh with the same step on one device."""
     dtypes = ["train.param_dtype=float64", "train.compute_dtype=float64"] if float64 else []
-    config = load_config(config_file, [*(overrides or ()), *dtypes])
+    config = load_config(config_file, [*(overrides or ()), *dtypes]).of_one_worker()
     from jaxpar import mesh, verify
 
     config, devices = mesh.start(config)
@@ -79,7 +84,7 @@ def compile_(
     as_json: AsJson = False,
 ) -> None:
     """Compile a config's train step and report memory, collectives and overlap; exit 1 if it does not fit."""
-    config = load_config(config_file, overrides or ())
+    config = load_config(config_file, overrides or ()).of_one_worker()
     flags = [flag.partition("=") for flag in xla or ()]
     if wrong := [name for name, equals, _ in flags if not equals]:
         raise InputError(f"--xla {wrong[0]}: write NAME=VALUE.")
@@ -185,7 +190,8 @@ def plan(
             raise InputError("--fit MEASURED.csv needs --output HARDWARE.yaml, and the other way round; not --json.")
         from jaxpar.planner import command
 
-        command.fit(fit, cluster, output, model=model, sequence_length=seq, system=system)
+        words = ["jaxpar", *sys.argv[1:]]
+        command.fit(fit, cluster, output, model=model, sequence_length=seq, system=system, words=words)
         return
     if model is None:
         raise InputError("jaxpar plan needs MODEL: a config, a Hugging Face config.json, or sizes.")

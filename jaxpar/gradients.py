@@ -45,7 +45,7 @@ def make_loss_and_grads(
     microbatches: int,
     layer_by_layer: bool,
     dropout_seed: int | None,
-) -> Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params, jax.Array]]:
+) -> Callable[[Params, Batch, jax.Array, jax.Array], tuple[jax.Array, Params, jax.Array]]:
     """Loss and gradients of this device's rows in block view, reduced once over `data`.
 
     Parameters are cast once and marked as varying over `data`, so that differentiating leaves each replica's
@@ -62,12 +62,15 @@ def make_loss_and_grads(
     def value_and_grad(loss: Callable, params: Params) -> tuple[tuple[jax.Array, jax.Array], Params]:
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    def loss_and_grads(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, Params, jax.Array]:
+    def loss_and_grads(
+        params: Params, batch: Batch, step: jax.Array, first_row: jax.Array
+    ) -> tuple[jax.Array, Params, jax.Array]:
         ready = replicas.ready(params)
         rows = batch["tokens"].shape[0]
         keys_b = None
         if dropout_seed is not None:
-            keys_b = example_keys(dropout_seed, step, axis_index(DATA) * rows + jnp.arange(rows))
+            rows_b = first_row + axis_index(DATA) * rows + jnp.arange(rows)
+            keys_b = example_keys(dropout_seed, step, rows_b)
         split = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
         pieces = jax.tree.map(split, (batch, keys_b))
 
@@ -115,7 +118,7 @@ def layer_by_layer(config: Config) -> bool:
 def in_block_view(
     config: Config, model: Any, stacking: Stacking, replicas: Replicas, platform: str
 ) -> tuple[Callable, Callable]:
-    """The two functions that run inside `shard_map`: `loss_and_grads(params, batch, step)`, `loss(params, batch)`."""
+    """What runs inside `shard_map`: `loss_and_grads(params, batch, step, first_row)` and `loss(params, batch)`."""
     parallel = config.parallel
     seed = config.train.seed if config.model.resid_pdrop else None
     shared: dict[str, Any] = {"remat": parallel.remat, "unroll": parallel.unroll, "z_loss": config.train.z_loss}

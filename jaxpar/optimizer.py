@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import PartitionSpec
@@ -77,7 +78,7 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
     return optax.join_schedules(pieces, boundaries)
 
 
-def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
     """Build the optax transformation of the config.
 
     The directions u (the decay and the learning rate come after, as the module says):
@@ -97,11 +98,25 @@ def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.Grad
             step that was skipped for a non-finite gradient does not advance it.
 
     Returns:
-        A transformation for params that are a nested dict with stacked layers under `blocks`.
+        A transformation for params that are a nested dict with stacked layers under `blocks`. Its update takes
+        `global_norm`, the norm of all gradients, which is needed where it sees only a part of them; by default it is
+        that of what it sees.
     """
-    clip = [] if optimizer.clip_norm is None else [optax.clip_by_global_norm(optimizer.clip_norm)]
+    clip = [] if optimizer.clip_norm is None else [clip_by_global_norm(optimizer.clip_norm)]
     decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=matrices)] if optimizer.weight_decay else []
-    return optax.chain(*clip, _direction(optimizer), *decay, optax.scale_by_learning_rate(schedule))
+    chain = optax.chain(*clip, _direction(optimizer), *decay, optax.scale_by_learning_rate(schedule))
+    return optax.with_extra_args_support(chain)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scale gradients down to a norm of `max_norm`, as optax does, from a norm that may be given (`global_norm`)."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, global_norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if global_norm is None else global_norm
+        scaled = lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm)
+        return jax.tree.map(scaled, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _direction(optimizer: OptimizerConfig) -> optax.GradientTransformation:
@@ -160,9 +175,16 @@ def _each_layer(inner: optax.GradientTransformation) -> optax.GradientTransforma
     """Apply `inner` to each layer of stacked leaves on its own; every leaf of its state gets a leading layer dim.
 
     For transformations that look at a whole leaf (its root mean square, its two largest dims), which would otherwise
-    mix layers that an unstacked model treats apart.
+    mix layers that an unstacked model treats apart. Where there are no such leaves it does nothing.
     """
-    return optax.GradientTransformation(jax.vmap(inner.init), jax.vmap(inner.update))
+
+    def init(params: Any) -> Any:
+        return jax.vmap(inner.init)(params) if jax.tree.leaves(params) else optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.vmap(inner.update)(updates, state, params) if jax.tree.leaves(updates) else (updates, state)
+
+    return optax.GradientTransformation(init, update)
 
 
 def opt_state_specs(optimizer_tx: optax.GradientTransformation, params_shapes: Any, param_specs: Any) -> Any:

@@ -42,15 +42,18 @@ def start_report(
         yield from zero_report(program)
     if drift:
         yield f"drift check: every {config.train.drift_check_every} steps, {drift}"
+    yield from run_report(config, data, device.platform, resumed)
+
+
+def run_report(config: Config, data: Data, platform: str, resumed: int | None) -> Iterator[str]:
+    """The part that has nothing to do with the layout: data, model, where the run goes on."""
     yield from data.summary
     parameters = parameter_count(config.model)
     yield (
         f"model: {config.model.architecture}, {parameters:,} parameters in {config.train.param_dtype}, computed in "
         f"{config.train.compute_dtype}"
     )
-    kernel, reason = choose_implementation(
-        config.model.attn_implementation, config.train.compute_dtype, device.platform
-    )
+    kernel, reason = choose_implementation(config.model.attn_implementation, config.train.compute_dtype, platform)
     yield f"attention: {kernel} ({reason})"
     if resumed is None:
         yield f"run: {config.train.run_dir}, from the start"

@@ -65,8 +65,9 @@ class Program:
         to_saved: `(state) -> state` in model order.
         from_saved: its inverse.
         init: `() -> TrainState`, drawn from the seed, the same on every layout.
-        loss_and_grads: `(params, batch, step) -> (loss f32[], grads, tokens f32[])`; grads like params, in float32 or
-            wider, both divided by the number of unmasked tokens in the whole batch.
+        loss_and_grads: `(params, batch, step, first_row=0) -> (loss f32[], grads, tokens f32[])`; grads like params, in
+            float32 or wider, both divided by the number of unmasked tokens in the batch, of which `first_row` is the
+            first row's number in the batch of the step (dropout depends on it).
         train_step: `(state, batch) -> (state, metrics)`; the state is donated.
         eval_step: `(params, batch) -> (loss summed over tokens, tokens)`.
         schedule: learning rate by number of applied steps.
@@ -101,7 +102,7 @@ def model_maker(config: Config, platform: str) -> MakeModel:
 
 
 def make_train_step(
-    loss_and_grads: Callable, optimizer: optax.GradientTransformation, schedule: Callable, landed: Params
+    loss_and_grads: Callable, optimizer: optax.GradientTransformationExtraArgs, schedule: Callable, landed: Params
 ) -> Callable:
     """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters.
 
@@ -118,7 +119,7 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         params = lax.with_sharding_constraint(state.params, landed)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, global_norm=grad_norm)
         applied = optax.apply_updates(params, updates), opt_state
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), applied, (params, state.opt_state)
@@ -182,9 +183,13 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     chosen = choose_reduction(config.grad_reduce, mesh, shard_bytes(whole_grads))
     replicas = Replicas(zero, chosen.reduction, config.train.compute_dtype)
     grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, replicas, platform)
-    loss_and_grads = jax.shard_map(
-        grads_of_block, mesh=mesh, in_specs=(zero.stored, rows, P()), out_specs=(P(), zero.landed, P())
+    sharded_grads = jax.shard_map(
+        grads_of_block, mesh=mesh, in_specs=(zero.stored, rows, P(), P()), out_specs=(P(), zero.landed, P())
     )
+
+    def loss_and_grads(params: Params, batch: Batch, step: jax.Array, first_row: int | jax.Array = 0) -> Any:
+        return sharded_grads(params, batch, step, jnp.asarray(first_row, jnp.int32))
+
     eval_loss = jax.shard_map(
         lambda params, batch: psum(loss_of_block(params, batch), DATA),
         mesh=mesh,

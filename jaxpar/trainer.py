@@ -5,23 +5,22 @@ The loop never waits for the step it has just started: it reads the metrics of t
 """
 
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import CheckFailed, Config
+from jaxpar.console import asked_to_stop, progress, say, show_step, stopped, too_many_bad_steps
 from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
 from jaxpar.data.sources import Data, open_data
@@ -64,7 +63,7 @@ def train(
         drift = DriftCheck(mesh, program.abstract_state, first) if config.train.drift_check_every else None
         report = list(start_report(config, program, data, drift, resumed))
         for line in report:
-            _say(console, line)
+            say(console, line)
         state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
         if main:
             run_folder.write_config(config, run_dir)
@@ -75,24 +74,15 @@ def train(
         batches = stack.enter_context(
             Batches(data.train, program.batch_sharding, first, max(first, config.train.steps))
         )
-        bar = stack.enter_context(_progress(console))
+        bar = stack.enter_context(progress(console))
         run = Run(config, program, data, checkpoints, writer, bar, first, drift)
-        with _asked_to_stop() as signals:
+        with asked_to_stop() as signals:
             last = run.steps(state, batches, first, signals)
         checkpoints.wait()
-    _say(console, f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}")
+    say(console, f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}")
     return last
 
 
-SHOWN = {
-    "loss": ".4f",
-    "validation_loss": ".4f",
-    "grad_norm": ".3g",
-    "learning_rate": ".3g",
-    "tokens_per_second": ",.0f",
-    "mfu": ".1%",
-}
-"""The metrics printed now and then, with their formats."""
 NO_RATES = {"tokens_per_second": None, "step_seconds": None}
 """Of the first step after a start, which is when compilation happens."""
 NOTHING: Mapping[str, float] = {}
@@ -150,17 +140,11 @@ class Run:
             if saving or bad >= train.max_bad_steps:
                 self._save(step, state)
             if bad >= train.max_bad_steps:
-                raise CheckFailed(
-                    f"{bad} steps in a row had a loss or gradient that was not finite (train.max_bad_steps = "
-                    f"{train.max_bad_steps}). None of them was applied; the last good state is in "
-                    f"{self.checkpoints.folder}/{step}. Lower optimizer.learning_rate, set optimizer.clip_norm, or "
-                    f"look at the data of these steps, which metrics.jsonl marks with nonfinite."
-                )
+                saved = f"{self.checkpoints.folder}/{step}"
+                raise CheckFailed(too_many_bad_steps(bad, train.max_bad_steps, saved))
             if stop:
                 self.checkpoints.wait()
-                name = signal.Signals(stop).name
-                text = f"stopped by {name} after step {step}, which is saved; the same command continues there"
-                _say(self.bar.console, text)
+                say(self.bar.console, stopped(stop, step))
                 raise SystemExit(128 + stop)
         return self.last
 
@@ -178,15 +162,7 @@ class Run:
         bad = values["skipped_in_a_row"]
         if step % self.config.log.every == 0 or step == train.steps or bad or validation:
             self.writer.write(step, {name: value for name, value in self.last.items() if name != "step"})
-        self.bar.update(self.task, description="training", completed=step, loss=f"loss {values['loss']:.4f}")
-        regular = step % max(1, train.steps // 20) == 0 or step == 1
-        if validation or (regular and not self.bar.console.is_terminal):
-            shown = {name: self.last[name] for name in SHOWN if self.last.get(name) is not None}
-            text = "  ".join(f"{name} {value:{SHOWN[name]}}" for name, value in shown.items())
-            _say(self.bar.console, f"step {step}/{train.steps}  {text}")
-        if bad:
-            text = f"step {step} was not applied: loss {values['loss']}, gradient norm {values['grad_norm']}"
-            _say(self.bar.console, text)
+        show_step(self.bar, self.task, step, train.steps, self.last)
         return bad
 
     def _without_drift(self, step: int, state: TrainState, metrics: dict[str, jax.Array]) -> TrainState:
@@ -202,7 +178,7 @@ class Run:
             latest = self.checkpoints.latest_step()
             saved = "there is no checkpoint yet" if latest is None else f"the newest checkpoint is of step {latest}"
             raise CheckFailed(f"{said}\nThis state is not saved; {saved}.")
-        _say(self.bar.console, f"{said}\nThe majority's copies were given to the others.")
+        say(self.bar.console, f"{said}\nThe majority's copies were given to the others.")
         return self.drift.resynchronise(state, drifts)
 
     def _due(self, step: int, every: int | None) -> bool:
@@ -226,49 +202,6 @@ def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> d
         sums = [program.eval_step(params, batch) for batch in batches]
     loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
     return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
-
-
-def _say(console: Console, text: str) -> None:
-    """Print a line as it is; on a terminal it wraps between words, in a file it stays one line."""
-    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("elapsed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that fills with signal numbers: on the first SIGINT or SIGTERM the run ends after its step, saved.
-
-    With several processes SIGTERM is left to JAX, which makes all of them agree on the step (`_stop_signal`). Outside
-    the main thread Python delivers no signals.
-    """
-    received: list[int] = []
-    before: dict[int, Any] = {}
-
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        signal.signal(number, before[number])  # a second one ends it at once
-
-    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-    for number in (signal.SIGINT, signal.SIGTERM) if alone else ():
-        before[number] = signal.signal(number, handle)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop_signal(signals: list[int], step: int) -> int | None:

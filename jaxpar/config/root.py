@@ -19,6 +19,7 @@ from jaxpar.config.sections import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ParameterServerConfig,
     Section,
     TrainConfig,
 )
@@ -56,6 +57,8 @@ class Config(Section):
     """The optimizer and its learning rate."""
     train: TrainConfig
     """Length, batch and arithmetic of a run."""
+    parameter_server: ParameterServerConfig = ParameterServerConfig()
+    """Servers and workers, with train.data_parallel parameter_server."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the state is written."""
     log: LogConfig = LogConfig()
@@ -133,15 +136,26 @@ class Config(Section):
         return resolved
 
     @property
+    def workers(self) -> int:
+        """Equal shares of a batch that are worked on apart, each on a mesh of its own: 1 without parameter servers."""
+        return self.parameter_server.workers if self.train.data_parallel == "parameter_server" else 1
+
+    def of_one_worker(self) -> Self:
+        """What one worker runs: its share of the batch, with nobody to reduce with; this config without servers."""
+        train = {"global_batch": self.train.global_batch // self.workers, "data_parallel": "all_reduce"}
+        return self.model_copy(update={"train": self.train.model_copy(update=train)})
+
+    @property
     def sequences_per_microbatch(self) -> int:
         """Sequences in one microbatch of one replica; needs mesh.data to be known."""
         assert self.mesh.data > 0, "resolve_mesh first"
-        return self.train.global_batch // (self.mesh.data * self.parallel.microbatches)
+        return self.train.global_batch // (self.workers * self.mesh.data * self.parallel.microbatches)
 
     def batch_derivation(self) -> str:
         """How the global batch divides, for people; needs mesh.data to be known."""
+        workers = f"workers {self.workers} × " if self.train.data_parallel == "parameter_server" else ""
         return (
-            f"global_batch {self.train.global_batch} = data {self.mesh.data} × microbatches "
+            f"global_batch {self.train.global_batch} = {workers}data {self.mesh.data} × microbatches "
             f"{self.parallel.microbatches} × {self.sequences_per_microbatch} sequences per microbatch"
         )
 
@@ -149,10 +163,11 @@ class Config(Section):
 KEYS = known_keys(Config)
 """Every dotted key with its field."""
 
-RESUME_SECTIONS = frozenset({"mesh", "parallel", "grad_reduce", "log", "checkpoint"})
+RESUME_SECTIONS = frozenset({"mesh", "parallel", "grad_reduce", "parameter_server", "log", "checkpoint"})
 """Sections that may differ between a run's stored config and the one that continues it."""
 RESUME_KEYS = frozenset(
     {
+        "train.data_parallel",
         "train.run_dir",
         "train.steps",
         "train.eval_every",

@@ -68,7 +68,7 @@ def problems(config: Config) -> list[str]:
     sizes = (
         [] if mesh else [*_tensor(config), *_pipeline(config), *_batch(config), *_grad_reduce(config)]
     )  # on an impossible mesh they would mean nothing
-    return [*_model(config), *mesh, *sizes, *_optimizer(config), *_data(config)]
+    return [*_model(config), *mesh, *sizes, *_parameter_server(config), *_optimizer(config), *_data(config)]
 
 
 def _indivisible(left: str, right: str, values: tuple[int, int], why: str, ways: str) -> Iterator[str]:
@@ -226,16 +226,39 @@ def _batch(config: Config) -> Iterator[str]:
     batch, data, microbatches = config.train.global_batch, config.mesh.data, config.parallel.microbatches
     if data == -1:
         return
-    ways = f"global_batch {multiples(batch, data * microbatches)}"
-    if batch % data == 0:
-        ways += f", or microbatches {nearest(divisors(batch // data), microbatches)}"
+    workers = config.workers
+    ways = f"global_batch {multiples(batch, workers * data * microbatches)}"
+    if batch % (workers * data) == 0:
+        ways += f", or microbatches {nearest(divisors(batch // (workers * data)), microbatches)}"
+    elif workers > 1 and batch % (data * microbatches) == 0:
+        ways += f", or workers {nearest(divisors(batch // (data * microbatches)), workers)}"
+    shares = f"parameter_server.workers {workers} × " if workers > 1 else ""
     yield from _indivisible(
         f"train.global_batch {batch}",
-        f"(mesh.data {data} × parallel.microbatches {microbatches})",
-        (batch, data * microbatches),
+        f"({shares}mesh.data {data} × parallel.microbatches {microbatches})",
+        (batch, workers * data * microbatches),
         "every microbatch of every replica has equally many sequences",
         ways,
     )
+
+
+def _parameter_server(config: Config) -> Iterator[str]:
+    p, mesh = config.parameter_server, config.mesh
+    if p.min_workers > p.workers:
+        yield (
+            f"parameter_server.min_workers {p.min_workers} ≤ parameter_server.workers {p.workers} does not hold: the "
+            f"run would wait for ever. Use min_workers {p.workers} or less."
+        )
+    if config.train.data_parallel == "parameter_server" and -1 in (mesh.data, mesh.pipe, mesh.tensor):
+        yield (
+            "mesh has an axis of -1 with train.data_parallel parameter_server: it is each worker's mesh, and a worker "
+            "takes as many devices as it says. Give all three sizes."
+        )
+    if config.train.data_parallel == "parameter_server" and config.train.drift_check_every:
+        yield (
+            f"train.drift_check_every {config.train.drift_check_every} with train.data_parallel parameter_server: "
+            f"workers keep no state that could drift, the servers' is the only one. Leave drift_check_every out."
+        )
 
 
 def _grad_reduce(config: Config) -> Iterator[str]:

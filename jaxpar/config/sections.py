@@ -234,6 +234,29 @@ class OptimizerConfig(Section):
     """Largest global norm of the gradient, above 0; default: no clipping."""
 
 
+class ParameterServerConfig(Section):
+    """Servers that own the parameters, and workers that come and go; with `train.data_parallel: parameter_server`."""
+
+    servers: int = Field(default=1, ge=1)
+    """Processes that share parameters and optimizer state, at least 1 and at most one for each parameter array."""
+    workers: int = Field(default=2, ge=1)
+    """Processes that compute gradients, each on a mesh of its own, at least 1; each has one share of every batch."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync (one update per step from all shares, equal to all-reduce) or async (each share's update as it comes)."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Updates that async mode may have made since the parameters of a gradient were read, at least 0; an older gradient
+    is refused."""
+    min_workers: int = Field(default=1, ge=1)
+    """Workers below which the run waits for others, from 1 to workers."""
+    worker_timeout_seconds: float = Field(default=300.0, gt=0)
+    """Seconds without an answer after which a worker or server counts as dead and is replaced, above 0; at least the
+    time of a share, compilation apart."""
+    snapshot_every: int = Field(default=10, ge=1)
+    """Steps between the servers' snapshots, to which all go back when one dies, at least 1."""
+    ray_address: str | None = Field(default=None, min_length=1)
+    """host:port of a Ray cluster to join; default: a Ray of this machine alone, started for the run."""
+
+
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -246,6 +269,8 @@ class TrainConfig(Section):
     """Sequences per step over all devices, a multiple of mesh.data × parallel.microbatches."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of weights, data order and dropout, in [0, 2^31)."""
+    data_parallel: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    """Who updates the parameters: all_reduce (every replica) or parameter_server (servers that own them)."""
     run_dir: str = Field(min_length=1)
     """Folder for config, metrics and checkpoints; a run that stands there is continued."""
     param_dtype: Dtype = "float32"

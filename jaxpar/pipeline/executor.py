@@ -67,9 +67,11 @@ class Executor:
     dropout_seed: int | None
     skip_idle: bool
 
-    def loss_and_grads(self, params: Tree, batch: Tree, step: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+    def loss_and_grads(
+        self, params: Tree, batch: Tree, step: jax.Array, first_row: jax.Array
+    ) -> tuple[jax.Array, Tree, jax.Array]:
         """Mean loss, its gradients, and the number of tokens, like `jaxpar.gradients.make_loss_and_grads`."""
-        run = _Run(self, params, batch, step)
+        run = _Run(self, params, batch, (step, first_row))
         loss, blocks, rest = run.train()
         tokens = batch["mask"].sum(dtype=loss.dtype)
         loss, tokens, grads = self.land(loss, tokens, rest | {STACK: blocks})
@@ -86,8 +88,10 @@ class Executor:
 class _Run:
     """One call of an `Executor`: its parameters and batch, and what a tick does with them."""
 
-    def __init__(self, executor: Executor, params: Tree, batch: Tree, step: jax.Array | None) -> None:
-        self.e, self.table, self.step = executor, executor.schedule, step
+    def __init__(
+        self, executor: Executor, params: Tree, batch: Tree, position: tuple[jax.Array, jax.Array] | None
+    ) -> None:
+        self.e, self.table, self.position = executor, executor.schedule, position
         ready, self.use = executor.ready(params), executor.use
         self.blocks = ready[STACK]
         self.rest = {name: tree for name, tree in ready.items() if name != STACK}
@@ -122,11 +126,12 @@ class _Run:
 
     def keys(self, m: jax.Array) -> jax.Array | None:
         """Raw dropout keys of microbatch m's sequences (raw, so that they fit a ring buffer)."""
-        if self.e.dropout_seed is None or self.step is None:
+        if self.e.dropout_seed is None or self.position is None:
             return None
+        step, first_row = self.position
         b = self.replica_rows // self.table.microbatches
-        rows_b = axis_index(DATA) * self.replica_rows + jnp.maximum(m, 0) * b + jnp.arange(b)
-        return jax.random.key_data(example_keys(self.e.dropout_seed, self.step, rows_b))
+        rows_b = first_row + axis_index(DATA) * self.replica_rows + jnp.maximum(m, 0) * b + jnp.arange(b)
+        return jax.random.key_data(example_keys(self.e.dropout_seed, step, rows_b))
 
     def stage(self, blocks: Tree, x: jax.Array, k: jax.Array, keys_b: jax.Array | None) -> jax.Array:
         """The layers of this stage's chunk k."""

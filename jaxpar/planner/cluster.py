@@ -138,9 +138,12 @@ def parse_cluster(text: str) -> Cluster:
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _from_file(text)
-    form = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9\-]*)x([1-9]\d*)", text.lower())
+    form = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-wyz0-9\-]*)x([1-9]\d*)", text.lower())
     if not form:
-        raise InputError(f"--cluster {text}: must be hosts × devices. Write {FORM}.")
+        lacks = re.fullmatch(r"([1-9]\d*x)?([a-z][a-wyz0-9\-]*)x?", text.lower())
+        known = lacks and lacks[2].upper() in DEVICES
+        hint = f" How many devices a host has is missing, as in {text.rstrip('xX')}x8." if known else ""
+        raise InputError(f"--cluster {text}: must be hosts × devices.{hint} Write {FORM}.")
     hosts, per_host = (min(int(digits[:20]), 2**60) for digits in (form[1] or "1", form[3]))  # int() refuses long ones
     check_devices(hosts * per_host, f"--cluster {text}")
     return Cluster(_device(form[2], f"--cluster {text}"), hosts, per_host)

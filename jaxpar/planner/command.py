@@ -19,6 +19,10 @@ from jaxpar.planner.output import check_output
 from jaxpar.planner.plan import make_plan
 from jaxpar.planner.space import Space
 
+FOR_FITS = ("--system", "--output")
+FOR_PLANS = ("--global-batch-tokens", "--top", "--tensor-across-hosts", "--plot", "--write", "--json")
+"""Options that only one of the two modes reads."""
+
 
 def run(
     model: str,
@@ -50,6 +54,7 @@ def run(
     Raises:
         InputError: for everything wrong in the input.
     """
+    _refuse(FOR_FITS, words, "is read with --fit MEASURED.csv alone. Leave it out, or add --fit.")
     _check_files(model, plot_file, config_file)
     machines = parse_cluster(cluster)
     given = read(model, count(sequence_length, "--seq") if sequence_length else None)
@@ -90,7 +95,14 @@ def run(
 
 
 def fit(
-    measured: Path, cluster: str, output: Path, *, model: str | None, sequence_length: str | None, system: str
+    measured: Path,
+    cluster: str,
+    output: Path,
+    *,
+    model: str | None,
+    sequence_length: str | None,
+    system: str,
+    words: Sequence[str] = (),
 ) -> None:
     """Fit a cluster's factors to measured layouts, write them, and say how well they predict the same runs.
 
@@ -101,13 +113,23 @@ def fit(
         model: the one that lines of the model `model` are about.
         sequence_length: tokens of a sequence, of all runs; None: 4096.
         system: whose programs were measured.
+        words: the command line, in which options for plans are refused.
 
     Raises:
         InputError: for everything wrong in the input.
     """
+    _refuse(FOR_PLANS, words, "is for plans: with --fit nothing is planned. Leave one of them out.")
     length = count(sequence_length, "--seq") if sequence_length else 4096
     models = STUDY | ({"model": read(model, length).config.model} if model else {})
     fitting.run(measured, cluster, output, system=system, sequence_length=length, models=models)
+
+
+def _refuse(options: Sequence[str], words: Sequence[str], why: str) -> None:
+    """Refuse the first of these options that the command line has."""
+    given = {word.partition("=")[0] for word in words}
+    for option in options:
+        if option in given:
+            raise InputError(f"{option} {why}")
 
 
 def _workload(config: Config) -> Workload:

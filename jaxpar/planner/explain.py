@@ -50,8 +50,8 @@ def task(plan: Plan) -> str:
     return (
         f"{plan.model.architecture}, {size} parameters; "
         f"{work.global_batch:,} sequences × {work.sequence_length:,} = {work.tokens_per_step:,} tokens a step; "
-        f"{cluster.hosts} × {cluster.per_host} {cluster.device.name} = {cluster.devices} devices, of each "
-        f"{gigabytes(cluster.usable_bytes)} usable"
+        f"{cluster.hosts} × {cluster.per_host} {cluster.device.name} = {cluster.devices} "
+        f"device{'' if cluster.devices == 1 else 's'}, of each {gigabytes(cluster.usable_bytes)} usable"
     )
 
 

@@ -6,6 +6,7 @@ from typing import cast
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.words import MEMORY, TIME, rest
@@ -21,6 +22,11 @@ def draw(plan: Plan, file: Path) -> None:
         plan: with ranked layouts, or where nothing fits with the nearest.
         file: is written over.
     """
+    picture(plan).savefig(file, dpi=150)
+
+
+def picture(plan: Plan) -> Figure:
+    """The picture, in no file yet."""
     shown = plan.ranked or ((plan.nearest,) if plan.nearest else ())
     names = [
         f"{number}  {p.layout.data} × {p.layout.pipe} × {p.layout.tensor}\n{rest(p.layout, plan.workload)}"
@@ -38,10 +44,13 @@ def draw(plan: Plan, file: Path) -> None:
     time.set(title="Time of a step", xlabel="s")
     memory.set_yticks(range(len(shown)), names, fontsize=8)
     memory.invert_yaxis()
-    for axes in (memory, time):
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2, fontsize=8, frameon=False)
+    for axes, side in ((memory, "left"), (time, "right")):
+        # Half an inch below, not a share of the axes, which are low where there are few bars.
+        below = axes.transAxes + ScaledTranslation(0, -0.5, figure.dpi_scale_trans)
+        place = {"loc": f"upper {side}", "bbox_to_anchor": (float(side == "right"), 0), "bbox_transform": below}
+        axes.legend(**place, borderaxespad=0, ncols=2, fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
+    return figure
 
 
 def bars(axes: Axes, parts: dict[str, list[float]]) -> None:

@@ -58,7 +58,11 @@ def rejected(found: Search, best: Price | None, task: Task, ask: Pricing) -> tup
             if not price.fits or (best and choice != "data"):
                 of_choice.append(Rejected(*family, False, _reason(family, price, best, found, task, ask), price))
         fitting = [value for (name, value), at in found.families.items() if name == choice and at.fastest]
-        rows += _folded(of_choice, fitting) if best else of_choice
+        if best or choice == "microbatch":
+            of_choice = _folded(of_choice, fitting)
+        elif len(of_choice) == 1:  # there was nothing to choose
+            continue
+        rows += of_choice
     return tuple(rows)
 
 

@@ -15,6 +15,8 @@ from jaxpar.planner.words import gigabytes, in_words
 
 DOUBLINGS = 10
 """How often the hosts are doubled, or the sequences halved, at most."""
+FULL_HOST = 8
+"""Devices of the usual host."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,18 @@ def _across_hosts(task: Task) -> Iterator[Task]:
 
 
 def _hosts(task: Task) -> Iterator[Task]:
+    """More hosts; where a host has a single device, more of them on each host before."""
+    start, prefix = task.cluster, ""
+    if start.per_host == 1:
+        for count in (2, 4, FULL_HOST):
+            start, prefix = replace(start, per_host=count), f"{count} devices on each host"
+            yield replace(task, change=f"{prefix}, {start.devices} in all", cluster=start)
+        prefix += " and "
     for times in (2**n for n in range(1, DOUBLINGS + 1)):
-        cluster = replace(task.cluster, hosts=times * task.cluster.hosts)
+        cluster = replace(start, hosts=times * start.hosts)
         if cluster.devices > limits.DEVICES:
             return
-        change = f"{times} times the hosts, {cluster.hosts} with {cluster.devices} devices"
+        change = f"{prefix}{times} times the hosts, {cluster.hosts} with {cluster.devices} devices"
         yield replace(task, change=change, cluster=cluster)
 
 

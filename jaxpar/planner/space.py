@@ -155,15 +155,25 @@ class Space:
         return sorted({data for data, _, tensor in meshes if not inside_hosts or self.inside_host(tensor)})
 
     def _no_mesh(self) -> str:
-        """Say which batches some mesh could divide."""
-        batch, tokens = self.workload.global_batch, self.workload.sequence_length
+        """Say which batches some mesh could divide, and what keeps the meshes from it that would divide this one."""
+        batch, tokens, devices = self.workload.global_batch, self.workload.sequence_length, self.cluster.devices
         replicas = self._replicas()
         legal = _multiples(batch, replicas)
         return (
-            f"train.global_batch {batch}: no layout on {self.cluster.devices} devices can divide {batch} sequences "
+            f"train.global_batch {batch}: no layout on {devices} devices can divide {batch} sequences "
             f"over its replicas, which can be {', '.join(map(str, replicas))}. Use {nearest(legal, batch)} "
-            f"sequences ({nearest([count * tokens for count in legal], batch * tokens)} tokens)."
+            f"sequences ({nearest([count * tokens for count in legal], batch * tokens)} tokens).{self._refused()}"
         )
+
+    def _refused(self) -> str:
+        """Of the meshes whose replicas divide the batch the one with the most, and the rule that it breaks."""
+        devices = self.cluster.devices
+        for data in reversed([n for n in divisors(devices) if self.workload.global_batch % n == 0]):
+            for tensor in divisors(devices // data):
+                layout = Layout(data, devices // data // tensor, tensor)
+                if self.inside_host(tensor) and (rule := self.rule(layout)):
+                    return f" On {mesh(layout)}, which would divide them, {rule}"
+        return ""
 
     def layouts(self, sizes: tuple[int, int, int]) -> Iterator[Layout]:
         """The legal layouts on a mesh, with the native reduction.

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.config import InputError
 from jaxpar.planner.calibrate import EAGER, evaluate, fastest, fit, kendall_tau, predict
-from jaxpar.planner.cluster import BOUNDS, parse_cluster
+from jaxpar.planner.cluster import BOUNDS, Cluster, parse_cluster
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.measured import STUDY, Row, read_rows
 from jaxpar.planner.systems import MEGATRON, MEGATRON_2021, NANOTRON
@@ -129,14 +129,26 @@ def test_published_tables_after_one_fit_of_three_factors(rows: list[Row], machin
 MEASURED = os.environ.get("JAXPAR_MEASURED_LAYOUTS")
 
 
+def stalled(row: Row, machine: Cluster) -> bool:
+    """Whether a run took at least 0.3 s longer than predicted for each microbatch and neighbour of a stage."""
+    layout = row.layouts[0]
+    if row.seconds is None or layout.pipe == 1:
+        return False
+    lost = row.seconds - predict(row, layout, machine, NANOTRON).seconds
+    return lost / layout.microbatches / min(2, layout.pipe - 1) >= 0.3
+
+
 @pytest.mark.skipif(not MEASURED, reason="JAXPAR_MEASURED_LAYOUTS names no file of measured layouts")
 @pytest.mark.parametrize("trained_on", [(1, 8), (2, 32)], ids=str)
 def test_measured_layouts_of_other_numbers_of_hosts(trained_on: tuple[int, int]):
-    """What is reached; a fifth of the runs took two to thirty times as long as others like them."""
+    """What is reached; with pipelines nearly a third of the runs lost half a second a microbatch and neighbour."""
     rows = read_rows(MEASURED or "")
     start = replace(H100, efficiency=EAGER, usable=0.94)
     found = fit([row for row in rows if row.hosts in trained_on], start, NANOTRON)
-    judged = evaluate([row for row in rows if row.hosts not in trained_on], found, NANOTRON)
+    tested = [row for row in rows if row.hosts not in trained_on]
+    judged, without = (evaluate(of, found, NANOTRON) for of in (tested, [r for r in tested if not stalled(r, found)]))
+    assert without.mean_error < 0.16 and without.p90_error < 0.31
+    assert without.tau > 0.8 and without.regret < 0.06 and max(cell.regret for cell in without.cells) < 0.15
     assert judged.median_error < 0.16
     assert judged.mean_error_of_others < 0.18
     assert judged.tau > 0.65

@@ -1,6 +1,7 @@
 """Reading clusters, by name and from files, and what is said of wrong ones."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,12 @@ def test_names(text: str, expected: tuple[str, int, int]):
     ("text", "said"),
     [
         ("8xh10x8", ["no device is called h10", "Did you mean h100?"]),
-        ("8xh100", ["must be hosts × devices", "8xh100x8"]),
+        ("8xh100", ["must be hosts × devices", "devices a host has is missing, as in 8xh100x8."]),
+        ("gb200x", ["devices a host has is missing, as in gb200x8."]),
+        ("8xh100x8x2", ["must be hosts × devices. Write HOSTSxDEVICExCOUNT"]),
         ("0xh100x8", ["must be hosts × devices"]),
         ("64", ["must be hosts × devices"]),
+        ("laptop", ["must be hosts × devices. Write HOSTSxDEVICExCOUNT"]),
         ("99999xh100x8", ["799,992 devices", "at most 2^17, 131,072"]),
         (f"{'9' * 5000}xh100x8", ["at most 2^17"]),
         ("nowhere.yaml", ["nowhere.yaml", "cannot be read"]),
@@ -43,6 +47,15 @@ def test_a_file_says_the_same(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(wanted.to_yaml())
     assert parse_cluster(str(path)) == wanted
+
+
+def test_the_file_in_readme(tmp_path):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Plan a layout")[2].partition("\n## ")[0]
+    (tmp_path / "cluster.yaml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    cluster = parse_cluster(str(tmp_path / "cluster.yaml"))
+    assert cluster.devices == 64 and cluster.device.network_bytes_per_second == 25e9
+    assert (cluster.efficiency, cluster.usable) == (Efficiency(), Cluster.usable)
 
 
 def test_measured_sizes_may_stand_in_any_order(tmp_path):

@@ -1,17 +1,21 @@
 """What people see of a plan: tables, reasons, pictures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.table import Table
 
 from jaxpar.planner import explain
+from jaxpar.planner.layout import Layout
 from jaxpar.planner.plan import Plan, make_plan
-from jaxpar.planner.plot import bars, draw
+from jaxpar.planner.plot import bars, draw, picture
+from jaxpar.planner.price import TimeParts
 from jaxpar.planner.words import gigabytes, in_words
 from jaxpar.quantities import seconds
 from tests.planner.stand_in import STAND_IN
@@ -81,6 +85,7 @@ def test_everything_is_said(plan: Plan):
 def test_where_nothing_fits_the_nearest_and_the_ways_out_are_said(nothing: Plan):
     assert nothing.nearest is not None
     text = printed(nothing)
+    assert "1 × 4 H100 = 4 devices" in text
     assert "Nothing fits." in text and in_words(nothing.nearest.layout, nothing.workload) in text
     assert f"{gigabytes(nothing.nearest.memory.total)} against {gigabytes(nothing.cluster.usable_bytes)}" in text
     assert nothing.remedies and all(remedy in text for remedy in nothing.remedies)
@@ -91,6 +96,7 @@ def test_values_with_larger_ones_alike_are_said_once():
     long = task("layers=4,hidden=8192,heads=8,ffn=8192,vocab=512", "1xh100x1", sequence_length=2**17, global_batch=16)
     plan = make_plan(*long, ask=STAND_IN)
     assert "microbatch 8 and above" in cells(explain.reasons(plan))["choice"]
+    assert "1 × 1 H100 = 1 device, of each" in explain.task(plan)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -104,6 +110,23 @@ def test_a_picture_of_the_top_layouts(plan: Plan, tmp_path: Path, ending: str):
         assert all(f"{p.layout.data} × {p.layout.pipe} × {p.layout.tensor}" in text for p in plan.ranked)
     else:
         assert matplotlib.image.imread(file).shape[1] > 1000
+
+
+@pytest.mark.parametrize("layouts", [1, 3])
+def test_legends_cover_nothing_and_are_whole(plan: Plan, layouts: int):
+    long = Layout(2, 2, 2, 1, microbatches=4, sequence_parallel=True, algorithm="halving_doubling")
+    every = TimeParts(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    figure = picture(replace(plan, ranked=(replace(plan.ranked[0], layout=long, time=every),) * layouts))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    right = 0.0  # end of the legend before
+    for axes in figure.axes:
+        legend, label = axes.get_legend(), axes.xaxis.label.get_window_extent(canvas.get_renderer())
+        assert legend is not None
+        box = legend.get_window_extent(canvas.get_renderer())
+        assert box.y1 <= label.y0 < axes.get_window_extent().y0
+        assert right <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+        right = box.x1
 
 
 def test_bars_are_stacked():

@@ -25,6 +25,7 @@ QWEN3 = {
 }  # https://huggingface.co/Qwen/Qwen3-0.6B, shortened
 
 
+WINDOW = QWEN3 | {"sliding_window": 4096, "use_sliding_window": True}
 GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 
@@ -98,6 +99,13 @@ def test_hugging_face_fields(tmp_path: Path):
     assert read(write(tmp_path, mistral)).config.model.sliding_window == 4096
     unused = QWEN3 | {"sliding_window": 4096, "use_sliding_window": False}
     assert read(write(tmp_path, unused)).config.model.sliding_window is None
+    assert read(write(tmp_path, unused | {"max_window_layers": 0})).config.model.sliding_window is None
+    windowed = WINDOW | {"max_window_layers": 0}, WINDOW | {"layer_types": ["sliding_attention"] * 28}
+    assert [read(write(tmp_path, values)).config.model.sliding_window for values in windowed] == [4096, 4096]
+    mixed = WINDOW | {"layer_types": ["full_attention", "sliding_attention"] * 14}
+    partly = WINDOW, WINDOW | {"max_window_layers": 21}, mixed
+    for given in (read(write(tmp_path, values)) for values in partly):
+        assert given.config.model.sliding_window is None and "sliding_window is left out" in given.notes[0]
     stretched = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
     stretched["original_max_position_embeddings"] = 8192
     scaled = read(write(tmp_path, QWEN3 | {"rope_scaling": stretched})).config.model.rope_scaling
@@ -112,7 +120,17 @@ def test_hugging_face_fields(tmp_path: Path):
         ({k: v for k, v in QWEN3.items() if k not in ("hidden_size", "num_hidden_layers")}, "hidden_size, num_hidd"),
         ({k: v for k, v in QWEN3.items() if k != "num_key_value_heads"}, "num_key_value_heads missing"),
         ({"model_type": "gpt2", "n_embd": 64}, "vocab_size, n_layer, n_head, n_positions missing"),
-        (QWEN3 | {"model_type": "mixtral"}, 'model_type "mixtral" must be one of llama'),
+        (QWEN3 | {"model_type": "gemma"}, 'model_type "gemma" must be one of llama'),
+        (QWEN3 | {"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts = 8: a mixture of experts"),
+        (QWEN3 | {"num_experts": 128}, "num_experts = 128: a mixture of experts"),
+        (QWEN3 | {"n_routed_experts": 64, "n_shared_experts": 1}, "n_routed_experts = 64: a mixture of experts"),
+        (QWEN3 | {"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder is set: .* an encoder"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention is set: attention to an encoder"),
+        ({"model_type": "llava", "text_config": QWEN3}, "alone is the object text_config"),
+        (QWEN3 | {"kv_lora_rank": 512}, "kv_lora_rank is set: latent attention"),
+        (QWEN3 | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is set"),
+        (WINDOW | {"layer_types": "all"}, "layer_types must be a list"),
+        (WINDOW | {"max_window_layers": "all"}, "max_window_layers a whole number"),
         ({}, "model_type null"),
         (QWEN3 | {"hidden_size": "wide"}, "model.hidden_size"),
         (QWEN3 | {"rope_scaling": "linear"}, 'rope_scaling = "linear": must be an object'),
@@ -127,6 +145,11 @@ def test_hugging_face_fields(tmp_path: Path):
 def test_bad_hugging_face_files(values: object, said: str, tmp_path: Path):
     with pytest.raises(InputError, match=said):
         read(write(tmp_path, values))
+
+
+def test_a_dense_model_may_have_such_fields(tmp_path: Path):
+    dense = {"num_experts": None, "num_local_experts": 1, "is_encoder_decoder": False, "num_nextn_predict_layers": 0}
+    assert read(write(tmp_path, QWEN3 | dense)).config == read(write(tmp_path, QWEN3)).config
 
 
 def test_text_that_is_no_json(tmp_path: Path):

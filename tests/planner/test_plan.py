@@ -19,6 +19,7 @@ from tests.planner.tasks import LARGE, task
 FITS = task("layers=48,hidden=8192,heads=8,kv=8,ffn=28672,vocab=32000", "2xh100x8", global_batch=16)
 TWO_HOSTS = task("layers=20,hidden=8192,heads=8,kv=8,ffn=28672,vocab=32000", "2xh100x4", global_batch=8)
 TOO_LARGE = task("layers=12,hidden=16384,heads=8,ffn=28672,vocab=32000", "1xh100x4", global_batch=4)
+MIDDLING = "layers=32,hidden=4096,heads=32,kv=8,ffn=14336,vocab=128256"  # Llama 3 8B
 LONG = "layers=4,hidden=8192,heads=8,ffn=8192,vocab=512"
 
 
@@ -168,13 +169,22 @@ def test_when_nothing_fits_there_is_a_nearest_and_a_way_out(nothing: Plan):
     assert nothing.nearest is not None and nothing.nearest.memory.total > nothing.cluster.usable_bytes
     leanest = [row.price for row in nothing.rejected if row.price]
     assert nothing.nearest.memory.total == min(price.memory.total for price in leanest)
-    assert all(not row.and_above for row in nothing.rejected)
+    assert {row.choice for row in nothing.rejected if row.and_above} == {"microbatch"}
+    values = [row.choice for row in nothing.rejected if not row.and_above]
+    assert values and all(values.count(choice) > 1 for choice in values)  # what is no choice is not spoken of
     hosts = next(remedy for remedy in nothing.remedies if "times the hosts" in remedy)
     times = int(hosts.split()[0])
     config, workload, cluster = TOO_LARGE
     for more, helps in ((times // 2, False), (times, True)):  # the least number that does
         found = make_plan(config, workload, replace(cluster, hosts=more), ask=STAND_IN)
         assert (found.best is not None) == helps
+
+
+def test_a_host_of_one_device_gets_more_before_there_are_more_hosts():
+    of = lambda text: next(r for r in make_plan(*text, ask=STAND_IN).remedies if "on each host" in r)
+    middling, large = (task(sizes, "1xh100x1", global_batch=64) for sizes in (MIDDLING, LARGE))
+    assert of(middling).startswith("2 devices on each host, 2 in all: ")
+    assert of(large).startswith("8 devices on each host and 2 times the hosts, 2 with 16 devices: ")
 
 
 def test_a_shorter_sequence_helps_where_activations_are_too_large():

@@ -232,6 +232,8 @@ def test_factors_are_fitted_to_measured_layouts(
         (["plan", SIZES, "--cluster", "h100x8", "--global-batch-tokens", "65G"], "at most 2^36"),
         (["plan", SIZES.replace("3", "3000", 1), "--cluster", "h100x8"], "at most 2,000 layers"),
         (["plan", "--cluster", "h100x8", "--fit", "r", "--output", "/proc/x.yaml"], "--output /proc/x.yaml: cannot"),
+        (["plan", SIZES, "--cluster", "h100x8", "--system", "nanotron"], "--system is read with --fit"),
+        (["plan", SIZES, "--cluster", "h100x8", "--system=jaxpar"], "--system is read with --fit"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv"], "--fit MEASURED.csv needs --output"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.yaml"], "rows.csv: cannot be read"),
         (["plan", "--cluster", "h100x8", "--fit", "rows.csv", "--output", "h.json"], "must be a .yaml file"),
@@ -249,6 +251,20 @@ def test_bad_input(
     assert run_main(monkeypatch, *args) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error.replace("\n", " "), error
+
+
+@pytest.mark.parametrize("option", ["--global-batch-tokens=4M", "--top", "--tensor-across-hosts", "--plot", "--write"])
+def test_a_fit_refuses_what_only_a_plan_reads(option: str):
+    with pytest.raises(InputError, match=f"{option.partition('=')[0]} is for plans: with --fit nothing is planned"):
+        command.fit(
+            Path("r.csv"),
+            "h100x8",
+            Path("h.yaml"),
+            model=None,
+            sequence_length=None,
+            system="jaxpar",
+            words=["jaxpar", "plan", "--fit", "r.csv", option],
+        )
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):

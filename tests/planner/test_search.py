@@ -149,6 +149,8 @@ def test_a_batch_that_no_layout_divides():
         search(*task("layers=1,hidden=1024,heads=4,ffn=64,vocab=512", "1xh100x8", global_batch=7), ask=STAND_IN)
     with pytest.raises(InputError, match=r"Use 2 sequences"):
         search(*task("layers=1,hidden=1024,heads=4,ffn=64,vocab=512", "1xh100x8", global_batch=1), ask=STAND_IN)
+    with pytest.raises(InputError, match=r"On data 8 × pipe 9 × tensor 1, which .* vocab_multiple 126 or 135\."):
+        search(*task(LARGE, "gb200x72", sequence_length=4096, global_batch=1024), ask=STAND_IN)
 
 
 def test_chunk_counts_have_every_height_once():

@@ -1,0 +1,15 @@
+"""Data parallelism with servers that own the parameters, and workers that come and go, on Ray.
+
+| file | what it is |
+|---|---|
+| `slices` | which rows of which parameter each server owns |
+| `rows` | arrays of which only some rows travel |
+| `server` | a server: gradients in, one optimizer step on its slice, parameters out |
+| `worker` | a worker: pulls parameters, computes loss and gradients on its own mesh, pushes |
+| `cluster` | a Ray to run them on |
+| `pool` | the workers: who works on what, who died, who replaces them |
+| `coordinator` | which gradients make which update, in both modes; what is done when a process dies |
+| `run` | a whole run: data, metrics, evaluations, checkpoints |
+
+Server and worker are plain classes that know nothing of Ray; `coordinator` calls them as Ray actors.
+"""

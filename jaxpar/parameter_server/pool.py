@@ -1,0 +1,179 @@
+"""The workers: tasks to whoever is free, death noticed, the dead one's task given to another, a replacement started."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.config import CheckFailed
+from jaxpar.parameter_server.actors import Actors
+from jaxpar.parameter_server.worker import Ready
+
+START_SECONDS = 3600.0
+"""The longest that a worker may take to start, which includes compiling."""
+TRIES = 3
+"""How often in a row the start of a process may fail."""
+
+
+Report = Callable[..., None]
+"""`report(event, text, **numbers)`: tells people and the run's log."""
+
+
+@dataclass(eq=False)
+class Task:
+    """Something for one worker to do; done again by another if that one dies."""
+
+    call: Callable[[Any], Awaitable[Any]]
+    done: asyncio.Future[Any]
+    lost_at: float | None = None
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker that works."""
+
+    index: int
+    actor: Any
+    lanes: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Pool:
+    """The workers of a run.
+
+    Args:
+        actors: what starts and ends them.
+        count: how many there should be.
+        minimum: with fewer nothing is begun.
+        timeout_seconds: after which a worker that does not answer counts as dead.
+        lanes: tasks that a worker has at a time; it does one after the other, so the second is there to begin with.
+        report: where events go.
+    """
+
+    def __init__(
+        self, actors: Actors, count: int, minimum: int, timeout_seconds: float, lanes: int, report: Report
+    ) -> None:
+        self._actors, self._count, self._minimum, self._report = actors, count, minimum, report
+        self._timeout_seconds, self._lanes = timeout_seconds * lanes, lanes
+        self._queue: deque[Task] = deque()
+        self._changed = asyncio.Condition()
+        self._members: dict[int, Member] = {}
+        self._starting: set[asyncio.Task[Any]] = set()
+        self._failure: BaseException | None = None
+
+    @property
+    def live(self) -> int:
+        """Workers that work now."""
+        return len(self._members)
+
+    async def start(self) -> list[Ready]:
+        """Start all workers and wait for them."""
+        return await asyncio.gather(*(self._join(index) for index in range(self._count)))
+
+    async def run(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """What a call on some worker gives, however many workers die on the way."""
+        if self._failure and self.live < self._minimum:
+            raise self._failure
+        task = Task(call, asyncio.get_running_loop().create_future())
+        async with self._changed:
+            self._queue.append(task)
+            self._changed.notify_all()
+        return await task.done  # which is cancelled when this is
+
+    async def close(self) -> None:
+        """End all workers."""
+        members, self._members = self._members, {}
+        for task in [*self._starting, *(lane for member in members.values() for lane in member.lanes)]:
+            task.cancel()
+        for member in members.values():
+            self._actors.kill(member.actor)
+
+    async def _join(self, index: int) -> Ready:
+        """Start a worker and take it in."""
+        for left in reversed(range(TRIES)):
+            actor = self._actors.worker(index)
+            try:
+                ready: Ready = await asyncio.wait_for(actor.ready.remote(), START_SECONDS)
+            except Exception as error:
+                self._actors.kill(actor)
+                if not self._gone(error) or not left:
+                    raise
+                self._report("worker_failed", f"worker {index} died while it started; trying again", index=index)
+                continue
+            async with self._changed:
+                member = self._members[index] = Member(index, actor)
+                self._changed.notify_all()
+            member.lanes = {asyncio.create_task(self._attend(member)) for _ in range(self._lanes)}
+            return ready
+        raise AssertionError("the last try returns or raises")
+
+    async def _attend(self, member: Member) -> None:
+        """Give a worker one task after the other, until it dies."""
+        while self._members.get(member.index) is member:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._queue and self.live >= self._minimum)
+                task = self._queue.popleft()
+            if task.done.done():
+                continue
+            try:
+                result = await asyncio.wait_for(task.call(member.actor), self._timeout_seconds)
+            except Exception as error:
+                if self._gone(error):
+                    await self._lost(member, task)
+                elif not task.done.done():
+                    task.done.set_exception(error)
+                continue
+            if not task.done.done():
+                task.done.set_result(result)
+                if task.lost_at is not None:
+                    seconds = time.monotonic() - task.lost_at
+                    text = f"what it was doing was done by worker {member.index}, {seconds:.2f} s later"
+                    self._report("share_recovered", text, index=member.index, seconds=seconds)
+
+    def _gone(self, error: BaseException) -> bool:
+        return isinstance(error, TimeoutError) or self._actors.died(error)
+
+    async def _lost(self, member: Member, task: Task) -> None:
+        """A worker is gone: its task is the next, and another worker is started in its place."""
+        async with self._changed:
+            if not task.done.done():
+                task.lost_at = time.monotonic()
+                self._queue.appendleft(task)
+            first = self._members.get(member.index) is member  # of its lanes to see it
+            if first:
+                del self._members[member.index]
+            self._changed.notify_all()
+        if not first:
+            return
+        self._actors.kill(member.actor)
+        text = f"worker {member.index} died; {self.live} of {self._count} go on"
+        if self.live < self._minimum:
+            text = (
+                f"worker {member.index} died; waiting: {self.live} of at least {self._minimum} workers are left"
+            )
+        self._report("worker_died", text, index=member.index, live=self.live)
+        joining = asyncio.create_task(self._replace(member.index))
+        self._starting.add(joining)
+        joining.add_done_callback(self._starting.discard)
+
+    async def _replace(self, index: int) -> None:
+        began = time.monotonic()
+        try:
+            await self._join(index)
+        except Exception as error:
+            text = f"worker {index} could not be replaced: {error}"
+            self._report("worker_failed", text, index=index)
+            self._failure = CheckFailed(
+                f"{text}\nOnly {self.live} workers are left, fewer than parameter_server.min_workers {self._minimum}."
+            )
+            if self.live < self._minimum:
+                async with self._changed:
+                    for task in self._queue:
+                        if not task.done.done():
+                            task.done.set_exception(self._failure)
+                    self._queue.clear()
+            return
+        seconds = time.monotonic() - began
+        text = f"worker {index} has a replacement after {seconds:.1f} s; {self.live} of {self._count} work"
+        self._report("worker_joined", text, index=index, live=self.live, seconds=seconds)
