@@ -297,6 +297,41 @@ def bench_collectives(
     )
 
 
+@bench.command("parameter-server")
+def bench_parameter_server(
+    config_file: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="The config file (YAML); default: a model that keeps servers busy."),
+    ] = None,
+    overrides: Overrides = None,
+    servers: Annotated[str, typer.Option(help="Numbers of servers.")] = "1,2,3",
+    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "1,2,4",
+    mode: Annotated[str, typer.Option(help="sync, async or both.")] = "both",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure in each case.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Write all rows here (JSON).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw speed, work and traffic into this .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure parameter servers over numbers of servers and workers, next to all-reduce."""
+    if config_file and "=" in config_file:  # there is no file, only changes
+        config_file, overrides = None, [config_file, *(overrides or ())]
+    config = load_config(config_file, overrides or ()) if config_file else None
+    from jaxpar.bench import parameter_server
+
+    parameter_server.run(
+        config or parameter_server.own_config(overrides or ()),
+        servers=servers,
+        workers=workers,
+        mode=mode,
+        steps=steps,
+        output=output,
+        plot=plot,
+        as_json=as_json,
+    )
+
+
 @bench.command("matmul")
 def bench_matmul(
     output: Annotated[Path | None, typer.Option(help="Write a cluster file (.yaml) for jaxpar plan here.")] = None,

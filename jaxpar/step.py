@@ -122,7 +122,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, params, global_norm=grad_norm)
         applied = optax.apply_updates(params, updates), opt_state
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), applied, (params, state.opt_state)
+            lambda new, old: jnp.where(finite, new.astype(old.dtype), old), applied, (params, state.opt_state)
         )
         new = TrainState(
             step=state.step + 1,

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config
+from jaxpar.config import CheckFailed, Config, InputError
 from jaxpar.console import asked_to_stop, progress, say, show_step, stopped, too_many_bad_steps
 from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
@@ -50,6 +50,8 @@ def train(
         CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite; or when copies of
             the state that should be equal were not, and were not to be or could not be repaired.
     """
+    if config.train.data_parallel == "parameter_server":
+        raise InputError("train.data_parallel parameter_server is trained by jaxpar.parameter_server.run.train(config).")
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
     data = open_data(config, run_dir / "tokens")

@@ -63,6 +63,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             "train.global_batch=9",
             ["train.global_batch 9 % (mesh.data 2 × parallel.microbatches 2) = 1, must be 0", "global_batch 8 or 12"],
         ),
+        (
+            "train.data_parallel=parameter_server parameter_server.workers=3 parameter_server.min_workers=4",
+            [
+                "train.global_batch 8 % (parameter_server.workers 3 × mesh.data 2 × parallel.microbatches 2) = 8",
+                "Use global_batch 12, or workers 2.",
+                "parameter_server.min_workers 4 ≤ parameter_server.workers 3 does not hold",
+            ],
+        ),
         ("data.train=[{folder}/txt.txt]", ["data.train: there is no file", "Did you mean", "/text.txt?"]),
         ("data.train=[{folder}/*.md]", ["data.train: the glob", "/*.md matches no file"]),
         (

@@ -267,6 +267,10 @@ def test_all_errors_of_a_file_are_told_at_once():
         ({"train__steps": "3"}, "Write 3 without quotes."),
         ({"train__steps": 0}, "train.steps = 0: must be greater than or equal to 1."),
         ({"train__seed": 2**31}, "in [0, 2^31)"),
+        ({"train__data_parallel": "parameter_servers"}, "did you mean parameter_server?"),
+        ({"parameter_server__mode": "asyn"}, "did you mean async?"),
+        ({"parameter_server__max_staleness": -1}, "greater than or equal to 0"),
+        ({"parameter_server__servers": 0}, "greater than or equal to 1"),
         ({"train__run_dir": 3}, "train.run_dir = 3: must be text."),
         ({"optimizer__learning_rate": True}, "must be a number"),
         ({"optimizer__learning_rate": float("inf")}, "must be a finite number"),
@@ -354,6 +358,45 @@ def test_whole_numbers_are_numbers():
             {"mesh__data": -1, "mesh__tensor": 4, "mesh__devices": 6},
             "mesh.devices 6 % (mesh.pipe 1 × mesh.tensor 4) = 2",
             "a product of 3 or 6, or devices 4 or 8",
+        ),
+        (
+            {"parameter_server__min_workers": 5, "parameter_server__workers": 4},
+            "parameter_server.min_workers 5 ≤ parameter_server.workers 4 does not hold",
+            "Use min_workers 4 or less",
+        ),
+        (
+            {"train__data_parallel": "parameter_server", "mesh__data": -1},
+            "mesh has an axis of -1 with train.data_parallel parameter_server",
+            "Give all three sizes",
+        ),
+        (
+            {"train__data_parallel": "parameter_server", "train__drift_check_every": 3},
+            "train.drift_check_every 3 with train.data_parallel parameter_server",
+            "Leave drift_check_every out",
+        ),
+        (
+            {"train__data_parallel": "parameter_server", "parameter_server__workers": 5},
+            "train.global_batch 24 % (parameter_server.workers 5 × mesh.data 1 × parallel.microbatches 1) = 4",
+            "Use global_batch 20 or 25, or workers 4 or 6.",
+        ),
+        (
+            {
+                "train__data_parallel": "parameter_server",
+                "parameter_server__workers": 3,
+                "mesh__data": 2,
+                "parallel__microbatches": 3,
+            },
+            "train.global_batch 24 % (parameter_server.workers 3 × mesh.data 2 × parallel.microbatches 3) = 6",
+            "Use global_batch 18 or 36, or microbatches 2 or 4.",
+        ),
+        (
+            {
+                "train__data_parallel": "parameter_server",
+                "parameter_server__workers": 5,
+                "parallel__microbatches": 7,
+            },
+            "train.global_batch 24 % (parameter_server.workers 5 × mesh.data 1 × parallel.microbatches 7) = 24",
+            "Use global_batch 35.",
         ),
         ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps 10 + 1 ≤ train.steps 10", "9 or less"),
         (
@@ -445,6 +488,29 @@ def test_fewer_devices_than_there_are():
     assert small(mesh__data=2, mesh__devices=2).resolve_mesh(8).mesh.devices == 2
 
 
+# Parameter servers
+
+
+def test_without_servers_their_section_has_no_effect():
+    """But for what could never be right."""
+    config = small(parameter_server__workers=5, mesh__data=-1, train__drift_check_every=3).resolve_mesh(8)
+    assert config.workers == 1 and config.of_one_worker() == config
+    assert "workers" not in config.batch_derivation()
+
+
+def test_a_worker_runs_its_share_of_the_batch():
+    config = small(
+        train__data_parallel="parameter_server", parameter_server__workers=3, mesh__data=2, parallel__microbatches=2
+    )
+    said = "global_batch 24 = workers 3 × data 2 × microbatches 2 × 2 sequences per microbatch"
+    assert config.workers == 3 and config.batch_derivation() == said
+    own = config.of_one_worker()
+    changed = {"train.global_batch": (24, 8), "train.data_parallel": ("parameter_server", "all_reduce")}
+    assert differences(config, own) == changed
+    assert (own.workers, own.sequences_per_microbatch) == (1, config.sequences_per_microbatch)
+    assert own.of_one_worker() == own
+
+
 # Going on with a run
 
 
@@ -456,6 +522,8 @@ def test_differences_and_what_may_differ():
     assert changed["parallel.remat"] == ("none", ["mlp_hidden"])
     assert {key for key in changed if blocks_resume(key)} == {"optimizer.b1", "optimizer.decay_steps", "data.train"}
     assert set(KEYS) >= RESUME_KEYS and differences(old, old) == {}
+    with_servers = small(train__data_parallel="parameter_server", parameter_server__workers=4)
+    assert not [key for key in differences(old, with_servers) if blocks_resume(key)]
 
 
 # The fields

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import OptimizerConfig
-from jaxpar.optimizer import make_optimizer, make_schedule, matrices, opt_state_specs
+from jaxpar.optimizer import clip_by_global_norm, make_optimizer, make_schedule, matrices, opt_state_specs
 
 NAMES = ("adamw", "lion", "adafactor", "muon", "sgd")
 LEARNING_RATE = 0.03
@@ -204,6 +204,36 @@ def test_muon_orthogonalises_each_layer():
     update = (plain - params["blocks"]["mlp"]["up"]["weight"]) / (-LEARNING_RATE * 0.2 * np.sqrt(6))
     values = np.linalg.svd(np.asarray(update), compute_uv=False)  # near 1, as the quintic iteration leaves them
     assert (values > 0.5).all() and (values < 1.3).all()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_norm_may_be_given_by_whoever_sees_all_gradients(name: str):
+    """As a parameter server does, which owns a part: it gets the same update as in the whole."""
+    params, grads = make(0), make(1)
+    config = section(name=name, momentum=0.6, weight_decay=0.3, clip_norm=2.0)
+    tx = make_optimizer(config, make_schedule(config))
+    whole, _ = tx.update(grads, tx.init(params), params)
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    update = jax.jit(lambda *args, norm: tx.update(*args, global_norm=norm))
+    parts = {
+        key: update({key: grads[key]}, tx.init({key: params[key]}), {key: params[key]}, norm=norm)[0] for key in params
+    }
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, **CLOSE), {k: parts[k][k] for k in params}, whole
+    )
+
+
+@pytest.mark.parametrize("norm", [None, 0.5, 3.0, 40.0])
+def test_clipping_is_optax_s_with_a_norm_that_may_be_given(norm: float | None):
+    grads = jax.tree.map(lambda g: g * 3, make(1))
+    clipped, _ = clip_by_global_norm(3.0).update(
+        grads, optax.EmptyState(), global_norm=None if norm is None else jnp.asarray(norm)
+    )
+    if norm is None:
+        want, _ = optax.clip_by_global_norm(3.0).update(grads, optax.EmptyState())
+    else:
+        want = jax.tree.map(lambda g: g * min(1.0, 3.0 / norm), grads)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, **CLOSE), clipped, want)
 
 
 def test_decay_is_for_matrices_only():

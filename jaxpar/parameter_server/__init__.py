@@ -6,7 +6,8 @@
 | `rows` | arrays of which only some rows travel |
 | `server` | a server: gradients in, one optimizer step on its slice, parameters out |
 | `worker` | a worker: pulls parameters, computes loss and gradients on its own mesh, pushes |
-| `cluster` | a Ray to run them on |
+| `cluster` | a Ray to run them on; `reaper` sees to it that nothing of it stays |
+| `actors` | servers and workers as processes |
 | `pool` | the workers: who works on what, who died, who replaces them |
 | `coordinator` | which gradients make which update, in both modes; what is done when a process dies |
 | `run` | a whole run: data, metrics, evaluations, checkpoints |

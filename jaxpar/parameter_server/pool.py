@@ -9,13 +9,15 @@ from typing import Any
 
 from jaxpar.config import CheckFailed
 from jaxpar.parameter_server.actors import Actors
+from jaxpar.parameter_server.together import cancel, together
 from jaxpar.parameter_server.worker import Ready
 
 START_SECONDS = 3600.0
 """The longest that a worker may take to start, which includes compiling."""
 TRIES = 3
 """How often in a row the start of a process may fail."""
-
+LOSSES = 10
+"""How many workers may die of one task before it is given up."""
 
 Report = Callable[..., None]
 """`report(event, text, **numbers)`: tells people and the run's log."""
@@ -27,7 +29,13 @@ class Task:
 
     call: Callable[[Any], Awaitable[Any]]
     done: asyncio.Future[Any]
+    losses: int = 0
     lost_at: float | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Let the one who waits for it know, if somebody does."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -59,8 +67,8 @@ class Pool:
         self._queue: deque[Task] = deque()
         self._changed = asyncio.Condition()
         self._members: dict[int, Member] = {}
-        self._starting: set[asyncio.Task[Any]] = set()
-        self._failure: BaseException | None = None
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._failure: str | None = None
 
     @property
     def live(self) -> int:
@@ -68,61 +76,73 @@ class Pool:
         return len(self._members)
 
     async def start(self) -> list[Ready]:
-        """Start all workers and wait for them."""
-        return await asyncio.gather(*(self._join(index) for index in range(self._count)))
+        """Start all workers and wait for them.
+
+        Raises:
+            CheckFailed: one of them died while it started, several times in a row.
+        """
+        return await together(self._join(index) for index in range(self._count))
 
     async def run(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """What a call on some worker gives, however many workers die on the way."""
-        if self._failure and self.live < self._minimum:
-            raise self._failure
+        """What a call on some worker gives, however many workers die on the way.
+
+        Raises:
+            CheckFailed: too few workers are left, or one after the other died of it.
+        """
         task = Task(call, asyncio.get_running_loop().create_future())
         async with self._changed:
             self._queue.append(task)
             self._changed.notify_all()
+        self._give_up_if_too_few()
         return await task.done  # which is cancelled when this is
 
     async def close(self) -> None:
         """End all workers."""
         members, self._members = self._members, {}
-        for task in [*self._starting, *(lane for member in members.values() for lane in member.lanes)]:
-            task.cancel()
+        await cancel([*self._starting.values(), *(lane for member in members.values() for lane in member.lanes)])
         for member in members.values():
             self._actors.kill(member.actor)
 
     async def _join(self, index: int) -> Ready:
         """Start a worker and take it in."""
-        for left in reversed(range(TRIES)):
+        for _ in range(TRIES):
             actor = self._actors.worker(index)
             try:
-                ready: Ready = await asyncio.wait_for(actor.ready.remote(), START_SECONDS)
-            except Exception as error:
+                async with asyncio.timeout(START_SECONDS):
+                    ready: Ready = await actor.ready.remote()
+                async with self._changed:
+                    member = self._members[index] = Member(index, actor)
+                    self._changed.notify_all()
+            except BaseException as error:
                 self._actors.kill(actor)
-                if not self._gone(error) or not left:
+                if not self._gone(error):
                     raise
-                self._report("worker_failed", f"worker {index} died while it started; trying again", index=index)
+                self._report("worker_failed", f"worker {index} died while it started", index=index)
                 continue
-            async with self._changed:
-                member = self._members[index] = Member(index, actor)
-                self._changed.notify_all()
             member.lanes = {asyncio.create_task(self._attend(member)) for _ in range(self._lanes)}
             return ready
-        raise AssertionError("the last try returns or raises")
+        raise CheckFailed(f"Worker {index} died {TRIES} times in a row while it started.")
 
     async def _attend(self, member: Member) -> None:
         """Give a worker one task after the other, until it dies."""
-        while self._members.get(member.index) is member:
+        works = lambda: self._members.get(member.index) is member
+        may_begin = lambda: self._queue and self.live >= self._minimum
+        while works():
             async with self._changed:
-                await self._changed.wait_for(lambda: self._queue and self.live >= self._minimum)
+                await self._changed.wait_for(may_begin)
+                if not works():
+                    return
                 task = self._queue.popleft()
             if task.done.done():
                 continue
             try:
-                result = await asyncio.wait_for(task.call(member.actor), self._timeout_seconds)
+                async with asyncio.timeout(self._timeout_seconds):
+                    result = await task.call(member.actor)
             except Exception as error:
                 if self._gone(error):
-                    await self._lost(member, task)
-                elif not task.done.done():
-                    task.done.set_exception(error)
+                    await self._lost(member, task, error)
+                else:
+                    task.fail(error)
                 continue
             if not task.done.done():
                 task.done.set_result(result)
@@ -134,46 +154,53 @@ class Pool:
     def _gone(self, error: BaseException) -> bool:
         return isinstance(error, TimeoutError) or self._actors.died(error)
 
-    async def _lost(self, member: Member, task: Task) -> None:
+    async def _lost(self, member: Member, task: Task, error: BaseException) -> None:
         """A worker is gone: its task is the next, and another worker is started in its place."""
         async with self._changed:
             if not task.done.done():
-                task.lost_at = time.monotonic()
-                self._queue.appendleft(task)
+                task.losses, task.lost_at = task.losses + 1, time.monotonic()
+                if task.losses < LOSSES:
+                    self._queue.appendleft(task)
+                else:
+                    task.fail(CheckFailed(f"{LOSSES} workers died one after the other of the same share of a batch."))
             first = self._members.get(member.index) is member  # of its lanes to see it
             if first:
                 del self._members[member.index]
+                self._starting[member.index] = asyncio.create_task(self._replace(member.index))
             self._changed.notify_all()
+        self._give_up_if_too_few()
         if not first:
             return
         self._actors.kill(member.actor)
-        text = f"worker {member.index} died; {self.live} of {self._count} go on"
+        text = f"worker {member.index} {'does not answer' if isinstance(error, TimeoutError) else 'died'}; "
         if self.live < self._minimum:
-            text = (
-                f"worker {member.index} died; waiting: {self.live} of at least {self._minimum} workers are left"
-            )
+            text += f"waiting: {self.live} of at least {self._minimum} workers are left"
+        else:
+            text += f"{self.live} of {self._count} go on"
         self._report("worker_died", text, index=member.index, live=self.live)
-        joining = asyncio.create_task(self._replace(member.index))
-        self._starting.add(joining)
-        joining.add_done_callback(self._starting.discard)
 
     async def _replace(self, index: int) -> None:
         began = time.monotonic()
         try:
-            await self._join(index)
+            ready = await self._join(index)
         except Exception as error:
             text = f"worker {index} could not be replaced: {error}"
             self._report("worker_failed", text, index=index)
-            self._failure = CheckFailed(
-                f"{text}\nOnly {self.live} workers are left, fewer than parameter_server.min_workers {self._minimum}."
-            )
-            if self.live < self._minimum:
-                async with self._changed:
-                    for task in self._queue:
-                        if not task.done.done():
-                            task.done.set_exception(self._failure)
-                    self._queue.clear()
+            self._failure = text
             return
+        finally:
+            del self._starting[index]
+            self._give_up_if_too_few()
         seconds = time.monotonic() - began
         text = f"worker {index} has a replacement after {seconds:.1f} s; {self.live} of {self._count} work"
-        self._report("worker_joined", text, index=index, live=self.live, seconds=seconds)
+        process = ready.process
+        self._report("worker_joined", text, index=index, live=self.live, seconds=seconds, process=process)
+
+    def _give_up_if_too_few(self) -> None:
+        """Fail all tasks when not enough workers are left, nor on their way."""
+        if not self._failure or self.live + len(self._starting) >= self._minimum:
+            return
+        text = f"{self.live} workers are left, fewer than parameter_server.min_workers {self._minimum}"
+        for task in self._queue:
+            task.fail(CheckFailed(f"{self._failure}\n{text}."))
+        self._queue.clear()

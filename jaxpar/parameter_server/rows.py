@@ -25,6 +25,16 @@ class Rows:
     count: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return self.count, *self.values.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the whole array."""
+        return self.values.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes that travel."""
         return self.numbers.nbytes + self.values.nbytes
@@ -41,8 +51,12 @@ def without_zeros(array: np.ndarray) -> Sent:
         >>> table = np.zeros((1000, 4), np.float32)
         >>> table[7] = 1, 2, 3, 4
         >>> sent = without_zeros(table)
-        >>> sent.numbers, sent.nbytes, bool((dense(sent) == table).all())
-        (array([7], dtype=int32), 20, True)
+        >>> sent.numbers, sent.nbytes
+        (array([7], dtype=int32), 20)
+        >>> total = np.zeros(sent.shape, sent.dtype)
+        >>> add(total, sent, 1)
+        >>> bool((total == table).all())
+        True
     """
     if array.ndim < MATRIX or not array.size:
         return array
@@ -54,15 +68,6 @@ def some(array: np.ndarray, numbers: np.ndarray) -> Sent:
     """These rows of an array, or all of it where that takes fewer bytes."""
     rows = Rows(numbers.astype(np.int32), array[numbers], len(array))
     return rows if rows.nbytes < array.nbytes else array
-
-
-def dense(sent: Sent) -> np.ndarray:
-    """The whole array; rows that did not travel are zero."""
-    if isinstance(sent, np.ndarray):
-        return sent
-    whole = np.zeros((sent.count, *sent.values.shape[1:]), sent.values.dtype)
-    whole[sent.numbers] = sent.values
-    return whole
 
 
 def add(total: np.ndarray, sent: Sent, factor: float) -> None:

@@ -9,34 +9,33 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
-from rich.filesize import decimal
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config, MeshConfig, ParallelConfig
+from jaxpar.config import CheckFailed, Config
 from jaxpar.console import asked_to_stop, progress, say, show_step, stopped, too_many_bad_steps
 from jaxpar.data.sources import Data, open_data
 from jaxpar.flops import flops_per_token
-from jaxpar.mesh import make_mesh, stay_on_cpu, use_config_dtypes
+from jaxpar.mesh import stay_on_cpu, use_config_dtypes
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
-from jaxpar.names import Named, like, named
 from jaxpar.optimizer import make_schedule
 from jaxpar.parameter_server.actors import Actors, RayActors
 from jaxpar.parameter_server.cluster import cluster
-from jaxpar.parameter_server.coordinator import Coordinator, RolledBack, Update
-from jaxpar.parameter_server.slices import Slices, assemble, cut, nbytes, take, take_state
-from jaxpar.parameter_server.worker import Ready, Worker
-from jaxpar.start_report import run_report
-from jaxpar.step import MakeModel, Program, build
+from jaxpar.parameter_server.coordinator import Coordinator
+from jaxpar.parameter_server.report import report_lines, write_report
+from jaxpar.parameter_server.slices import Slices
+from jaxpar.parameter_server.update import RolledBack, Update
+from jaxpar.parameter_server.whole import Whole
+from jaxpar.parameter_server.worker import Worker
+from jaxpar.step import MakeModel
 
 FOLDER = "parameter_server"
 MakeActors = Callable[[Config, Sequence[Slices], Path], Actors]
@@ -93,11 +92,12 @@ def train_with(
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         whole = Whole(config, make_model)
         resumed = checkpoints.latest_step()
-        for line in report_lines(config, whole, data, resumed):
+        report = report_lines(config, whole, data, resumed)
+        for line in report:
             say(console, line)
         state = whole.program.init() if resumed is None else checkpoints.restore(whole.program.saved_state)[0]
         run_folder.write_config(config, run_dir)
-        run_folder.add_start_report(list(report_lines(config, whole, data, resumed)), run_dir)
+        run_folder.add_start_report(report, run_dir)
         bar = stack.enter_context(progress(console))
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
@@ -110,55 +110,6 @@ def train_with(
         shutil.rmtree(folder / "snapshots", ignore_errors=True)
     say(console, f"done: {run_dir} holds metrics.jsonl and checkpoints/{checkpoints.latest_step()}")
     return last
-
-
-class Whole:
-    """The whole state of a run, by name, and how it is cut over servers.
-
-    Args:
-        config: of the run.
-        make_model: builds the model.
-
-    Attributes:
-        program: of the run on one device, for shapes and initial values.
-        slices: what each server owns.
-    """
-
-    def __init__(self, config: Config, make_model: MakeModel | None = None) -> None:
-        alone = {"mesh": MeshConfig(devices=1), "parallel": ParallelConfig()}
-        mesh = make_mesh(devices=jax.devices("cpu")[:1])
-        self.program: Program = build(config.of_one_worker().model_copy(update=alone), mesh, make_model)
-        self.params: Named = named(self.program.saved_state.params)
-        self.opt_state: Named = named(self.program.saved_state.opt_state)
-        servers = config.parameter_server.servers
-        self.slices = cut(self.params, servers, by_rows=config.optimizer.name != "adafactor")
-        self._per_step = config.workers if config.parameter_server.mode == "async" else 1
-
-    def parts(self, state: Any) -> list[tuple[Named, Named]]:
-        """Each server's parameters and optimizer state."""
-        params, opt_state = named(state.params), self._counted(named(state.opt_state), self._per_step)
-        return [(take(params, slices), take_state(opt_state, self.params, slices)) for slices in self.slices]
-
-    def state(self, parts: Sequence[tuple[Named, Named]], step: int, skipped: int, in_a_row: int) -> Any:
-        """The state of which servers have these parts, as checkpoints hold it."""
-        saved, counter = self.program.saved_state, lambda number: np.asarray(number, np.int32)
-        params, opt_state = (
-            assemble(shapes, self.params, list(zip(self.slices, kind, strict=True)))
-            for shapes, kind in zip((self.params, self.opt_state), zip(*parts, strict=True), strict=True)
-        )
-        return saved._replace(
-            step=counter(step),
-            params=like(saved.params, params),
-            opt_state=like(saved.opt_state, self._counted(opt_state, 1 / self._per_step)),
-            skipped=counter(skipped),
-            skipped_in_a_row=counter(in_a_row),
-        )
-
-    def _counted(self, opt_state: Named, factor: float) -> Named:
-        """Counters of updates turned into counters of steps, or back: in async mode a step is several updates."""
-        count = lambda name, leaf: np.issubdtype(leaf.dtype, np.integer) and name.endswith("count")
-        turned = lambda leaf: (np.asarray(leaf) * factor).astype(leaf.dtype)
-        return {name: turned(leaf) if count(name, leaf) else leaf for name, leaf in opt_state.items()}
 
 
 class Run:
@@ -183,6 +134,7 @@ class Run:
         self.schedule = make_schedule(config.optimizer)
         self.task = bar.add_task("starting workers", completed=first, total=config.train.steps, loss="")
         self.last: dict[str, Any] = {}
+        self.pending = False  # of the last numbers, whether they are still to be written
         self.bad = 0
         self.totals = {"pulled_bytes": 0, "pushed_bytes": 0, "saved_bytes": 0}
         self.events = (folder / "events.jsonl").open("a", encoding="utf-8")
@@ -196,51 +148,83 @@ class Run:
 
     async def whole_run(self, actors: Actors, state: Any, signals: Sequence[int]) -> dict[str, Any]:
         """Start all processes, train, and end them."""
-        self.coordinator = Coordinator(
-            self.config, actors, self.done, int(state.skipped), self.report, lambda *step: self._on_step(*step)
-        )
+        before = int(state.skipped), int(state.skipped_in_a_row)
+        on_step = lambda *step: self._on_step(*step)
+        self.coordinator = Coordinator(self.config, actors, self.done, before, self.report, on_step)
         try:
             if self.done < self.config.train.steps:
                 began = time.monotonic()
-                ready: list[Ready] = await self.coordinator.start(self.whole.parts(state))
+                self.ready = await self.coordinator.start(self.whole.parts(state))
                 del state
-                self._start_clock(ready)
-                seconds = time.monotonic() - began
-                self.report("started", f"{len(ready)} workers are ready after {seconds:.1f} s", seconds=seconds)
+                self._start_clock()
+                seconds, processes = time.monotonic() - began, [ready.process for ready in self.ready]
+                text = f"{len(processes)} workers are ready after {seconds:.1f} s"
+                self.report("started", text, seconds=seconds, processes=processes)
                 await self._loop(signals)
-                self._write_report(await self.coordinator.busy_seconds())
+                busy = await self.coordinator.busy_seconds()
+                for line in write_report(self.folder, self.coordinator, busy, self.totals):
+                    say(self.bar.console, line)
         finally:
             await self.coordinator.close()
         return self.last
 
     async def _loop(self, signals: Sequence[int]) -> None:
-        train, checkpoint = self.config.train, self.config.checkpoint
-        evaluating = self.data.validation
-        while self.done < train.steps:
+        train = self.config.train
+        ended = lambda: bool(signals) or self.bad >= train.max_bad_steps
+        settled = self.done  # what is due after this step is done, too
+        while settled < train.steps:
             try:
-                pauses = (_next(self.done, every) for every in (train.eval_every, checkpoint.every) if every)
-                ended = lambda: bool(signals) or self.bad >= train.max_bad_steps
-                self.done = await self.coordinator.steps(self.done, min([train.steps, *pauses]), ended)
-                due = lambda every: self.done == train.steps or bool(every and self.done % every == 0)
-                if evaluating and due(train.eval_every):
-                    await self._evaluate(len(evaluating))
-                if ended() or due(checkpoint.every):
-                    await self._save()
+                if self.done == settled:
+                    self.done = await self.coordinator.steps(self.done, self._next_pause(), ended)
+                stopping = ended()
+                await self._settle(stopping)
             except RolledBack as back:
-                self.done = back.step
-                self.bad = 0
-                self.writer.close()
-                self.writer = self._open_metrics()
-                continue
+                if self.done == settled or back.step < self.done:
+                    self._go_back(back.step)
+                    settled = self.done
+                continue  # where no step was lost, with what is due
+            settled = self.done
+            if stopping:
+                self._stop(signals)
+
+    def _next_pause(self) -> int:
+        """The next step after which something is due."""
+        train = self.config.train
+        everies = (train.eval_every, self.config.checkpoint.every)
+        return min([train.steps, *((self.done // every + 1) * every for every in everies if every)])
+
+    async def _settle(self, stopping: bool) -> None:
+        """Do what is due after a step."""
+        due = lambda every: self.done == self.config.train.steps or bool(every and self.done % every == 0)
+        new = self.last and "validation_loss" not in self.last
+        if new and self.data.validation and due(self.config.train.eval_every):
+            await self._evaluate(len(self.data.validation))
+        if stopping or due(self.config.checkpoint.every):
+            self._write_pending()  # no checkpoint is ahead of metrics.jsonl
+            await self._save()
+        self._write_pending()
+
+    def _go_back(self, step: int) -> None:
+        """Take back what was noted of steps after this one."""
+        self.done, self.bad = step, 0
+        if self.last and self.last["step"] <= step:
             self._write_pending()
-            if self.bad >= train.max_bad_steps:
-                self.checkpoints.wait()
-                saved = f"{self.checkpoints.folder}/{self.done}"
-                raise CheckFailed(too_many_bad_steps(self.bad, train.max_bad_steps, saved))
-            if signals and self.done < train.steps:
-                self.checkpoints.wait()
-                say(self.bar.console, stopped(signals[0], self.done))
-                raise SystemExit(128 + signals[0])
+        else:
+            self.last, self.pending = {}, False
+        self.writer.close()
+        self.writer = self._open_metrics()
+        self._start_clock()
+
+    def _stop(self, signals: Sequence[int]) -> None:
+        """End the run after a step that is saved."""
+        train = self.config.train
+        self.checkpoints.wait()
+        if self.bad >= train.max_bad_steps:
+            saved = f"{self.checkpoints.folder}/{self.done}"
+            raise CheckFailed(too_many_bad_steps(self.bad, train.max_bad_steps, saved))
+        if self.done < train.steps:
+            say(self.bar.console, stopped(signals[0], self.done))
+            raise SystemExit(128 + signals[0])
 
     def _on_step(self, step: int, updates: Sequence[Update]) -> None:
         """Take in the numbers of a step; they are written with the next, or with an evaluation that follows."""
@@ -252,7 +236,7 @@ class Run:
         sent = {name: sum(getattr(g, name) for g in gradients) for name in self.totals}
         self.totals = {name: total + sent[name] for name, total in self.totals.items()}
         batch_tokens = self.config.train.global_batch * self.config.data.sequence_length
-        self.bad = -(-last.skipped_in_a_row // per_step)
+        self.bad = _steps(last.skipped_in_a_row, per_step)
         self.last = {
             "step": step,
             "loss": sum(g.loss * g.tokens for g in gradients) / max(tokens, 1),
@@ -266,12 +250,11 @@ class Run:
             **self.clock.read(step, step * batch_tokens, time.monotonic()),
             "peak_memory_bytes": peak_memory_bytes(),
             "workers": self.coordinator.pool.live,
-            "staleness": sum(update.staleness for update in updates) / len(updates),
             **sent,
         }
+        if self.config.parameter_server.mode == "async":
+            self.last["staleness"] = sum(update.staleness for update in updates) / len(updates)
         self.pending = True
-
-    pending = False
 
     def _write_pending(self) -> None:
         if not self.pending:
@@ -293,7 +276,8 @@ class Run:
         began = time.monotonic()
         await self.coordinator.snapshot()  # no way back goes behind a checkpoint
         parts = await self.coordinator.state()
-        skipped = self.last["skipped"], self.last["skipped_in_a_row"]
+        latest, per_step = self.coordinator.latest, self.coordinator.per_step
+        skipped = latest.skipped // per_step, _steps(latest.skipped_in_a_row, per_step)
         state = self.whole.state(parts, self.done, *skipped)
         self.checkpoints.save(self.done, state, config_yaml=self.config.to_yaml(), data_position=self.done)
         self.clock.leave_out(time.monotonic() - began)
@@ -301,68 +285,23 @@ class Run:
     def report(self, event: str, text: str, **numbers: Any) -> None:
         """Tell people, and the run's `events.jsonl`."""
         say(self.bar.console, text)
-        line = {"event": event, "time": time.time(), "step": self.done, "text": text, **numbers}
+        line = {"event": event, "time": time.time(), "step": self.coordinator.reported, "text": text, **numbers}
         self.events.write(json.dumps(line) + "\n")
         self.events.flush()
 
-    def _start_clock(self, ready: Sequence[Ready]) -> None:
-        config = ready[0].config
+    def _start_clock(self) -> None:
+        config = self.ready[0].config
         per_token = flops_per_token(config.model, config.data.sequence_length)
-        devices = len(ready) * config.mesh.data * config.mesh.pipe * config.mesh.tensor
-        self.clock = StepClock(per_token, ready[0].peak_flops_per_second, devices)
+        devices = len(self.ready) * config.mesh.data * config.mesh.pipe * config.mesh.tensor
+        self.clock = StepClock(per_token, self.ready[0].peak_flops_per_second, devices)
 
     def _open_metrics(self) -> MetricsWriter:
-        self.pending = False
         return MetricsWriter(Path(self.config.train.run_dir), self.config.log.tensorboard, self.done)
 
-    def _write_report(self, busy_seconds: Sequence[float]) -> None:
-        """Write `report.json`, and in async mode print how stale gradients were."""
-        c = self.coordinator
-        staleness = {str(stale): count for stale, count in sorted(c.staleness.items()) if count}
-        report = {"staleness": staleness, "refused": c.refused, "busy_seconds": list(busy_seconds), **self.totals}
-        (self.folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        say(self.bar.console, _traffic(self.totals))
-        if self.config.parameter_server.mode == "async":
-            for line in _histogram(c.staleness, c.refused):
-                say(self.bar.console, line)
 
-
-def report_lines(config: Config, whole: Whole, data: Data, resumed: int | None) -> list[str]:
-    """What a person wants to know before the first step, a line each."""
-    settings, mesh = config.parameter_server, config.mesh
-    held = [sum(nbytes(rows) for rows in take(_ones(whole.params), s).values()) for s in whole.slices]
-    sizes = ", ".join(decimal(size) for size in held)
-    axes = f"data {mesh.data} × pipe {mesh.pipe} × tensor {mesh.tensor}"
-    several = "s" * (settings.workers > 1)
-    where = settings.ray_address or "this machine"
-    return [
-        f"parameter servers: {settings.servers} on {where}, which hold {sizes} of parameters, {settings.mode}",
-        f"workers: {settings.workers} worker{several}, each on a mesh {axes}; at least {settings.min_workers} to go on",
-        f"batch: {config.batch_derivation()}",
-        *run_report(config, data, "cpu", resumed),
-    ]
-
-
-def _ones(shapes: Mapping[str, Any]) -> Named:
-    """Arrays of these shapes that take no memory."""
-    return {name: np.broadcast_to(np.zeros((), shape.dtype), shape.shape) for name, shape in shapes.items()}
-
-
-def _traffic(totals: Mapping[str, int]) -> str:
-    pulled, pushed, saved = (decimal(totals[name]) for name in ("pulled_bytes", "pushed_bytes", "saved_bytes"))
-    return f"workers pulled {pulled} of parameters and pushed {pushed} of gradients; rows of zeros saved {saved}"
-
-
-def _histogram(staleness: Mapping[int, int], refused: int) -> list[str]:
-    """How many updates were how stale, as bars."""
-    most = max([*staleness.values(), 1])
-    bars = [f"  {stale:3d}  {'█' * round(40 * n / most):40}  {n}" for stale, n in sorted(staleness.items()) if n]
-    return ["staleness of updates, in versions:", *bars, f"  {refused} gradients were refused as too stale"]
-
-
-def _next(done: int, every: int) -> int:
-    """The next multiple."""
-    return (done // every + 1) * every
+def _steps(updates: int, per_step: int) -> int:
+    """Updates in steps, a begun one counted whole."""
+    return -(-updates // per_step)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -102,7 +102,8 @@ class Worker:
         stacking, stored = self._program.stacking, self._program.abstract_state.params
         self._arrange = jax.jit(stacking.arrange, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, stored))
         self._model_order = jax.jit(stacking.model_order)
-        self._era: int | None = None
+        self._pulled: tuple[int, bool] | None = None
+        self._asynchronous = config.parameter_server.mode == "async"
         self._device = mesh.devices.flat[0]
 
     def ready(self) -> Ready:
@@ -133,7 +134,7 @@ class Worker:
         Raises:
             ServerLost: a server does not answer.
         """
-        pulled_bytes = self._pull(servers, era, timeout_seconds)
+        pulled_bytes = self._pull(servers, era, timeout_seconds, predicted=self._asynchronous)
         start = time.perf_counter()
         first_row, batch = self._rows("train", step, part)
         loss, grads, tokens = self._loss_and_grads(self._params, batch, np.int32(step), np.int32(first_row))
@@ -161,7 +162,7 @@ class Worker:
         self, servers: Sequence[Any], era: int, batch_number: int, part: int, timeout_seconds: float
     ) -> tuple[float, float]:
         """The loss summed over the tokens of a part of a validation batch, and their number."""
-        self._pull(servers, era, timeout_seconds)
+        self._pull(servers, era, timeout_seconds, predicted=False)
         assert self._eval_step, "there is no validation data"
         _, batch = self._rows("validation", batch_number, part)
         loss, tokens = self._eval_step(self._params, batch)
@@ -173,12 +174,14 @@ class Worker:
         read: Batch = self._examples[which].rows(step, range(part * count, (part + 1) * count))
         return part * count, jax.device_put(read, self._program.batch_sharding)
 
-    def _pull(self, servers: Sequence[Any], era: int, timeout_seconds: float) -> int:
+    def _pull(self, servers: Sequence[Any], era: int, timeout_seconds: float, predicted: bool) -> int:
         """Bring the parameters up to date; returns the bytes that came."""
-        if era != self._era:
-            self._era, self._versions, self._host = era, [None] * len(servers), {}
+        if (era, predicted) != self._pulled:
+            self._pulled, self._versions, self._host = (era, predicted), [None] * len(servers), {}
             self._on_devices: Named = {}
-        calls = [server.pull.remote(version) for server, version in zip(servers, self._versions, strict=True)]
+        calls = [
+            server.pull.remote(version, predicted) for server, version in zip(servers, self._versions, strict=True)
+        ]
         answers = self._get(calls, timeout_seconds)
         came: list[Mapping[str, Sent]] = self._get([sent for _, sent in answers], timeout_seconds)
         self._versions = [version for version, _ in answers]
@@ -196,12 +199,11 @@ class Worker:
     def _put(self, name: str, start: int, sent: Sent) -> None:
         """Put rows into the copy on the host, which is never changed in place: devices may look at the same memory."""
         shape = self._shapes[name]
-        count = sent.count if isinstance(sent, Rows) else len(sent)
-        if not isinstance(sent, Rows) and count == shape.shape[0]:
+        if isinstance(sent, np.ndarray) and sent.shape == shape.shape:
             self._host[name] = sent
             return
         whole = self._host[name].copy() if name in self._host else np.zeros(shape.shape, shape.dtype)
-        rows = whole[start : start + count]
+        rows = whole[start : start + sent.shape[0]]
         if isinstance(sent, Rows):
             rows[sent.numbers] = sent.values
         else:

@@ -1,6 +1,7 @@
-"""Servers and workers in the test's own process, called as Ray actors are, one call at a time; they die when told to."""
+"""Servers and workers in the test's own process, called one call at a time as Ray actors are; they die when told to."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def get(answers: Any, timeout_seconds: float) -> Any:
 
 
 class InProcess:
-    """`Actors` of this process.
+    """`Actors` of this process. Workers are copies of one that has compiled and not worked yet.
 
     Args:
         config, slices, folder: see `RayActors`.
@@ -83,6 +84,7 @@ class InProcess:
         self.config, self.slices, self.folder, self.before_call, self.cls = config, slices, folder, before_call, worker
         self.servers: list[Actor] = []
         self.workers: list[Actor] = []
+        self._new: Worker | None = None
 
     def server(self, index: int) -> Actor:
         server = Actor(Server(self.config, index, self.slices[index], str(self.folder)), self.before_call)
@@ -90,7 +92,11 @@ class InProcess:
         return server
 
     def worker(self, index: int) -> Actor:
-        made = self.cls(self.config, self.slices, str(self.folder.parent / "tokens"), get)
+        if self._new is None:
+            self._new = self.cls(self.config, self.slices, str(self.folder.parent / "tokens"), get)
+            self._ready = self._new.ready()
+        made = copy.copy(self._new)
+        made.ready = lambda: self._ready
         worker = Actor(made, self.before_call)
         self.workers.append(worker)
         return worker

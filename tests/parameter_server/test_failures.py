@@ -1,0 +1,273 @@
+"""Whole runs in this process, with deaths at every kind of call, signals, and steps that are not finite.
+
+Whatever dies, a run's folder ends up as that of the undisturbed run: in sync mode bit for bit.
+"""
+
+import itertools
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from disturbed import Call, one_history, parts_of
+from in_process import Actor, InProcess
+from test_trainer import POISON, make_poisoned, poison, trained
+from tiny_run import metrics
+from whole_runs import same_bits, saved, tiny, with_servers
+
+from jaxpar.config import CheckFailed, Config
+from jaxpar.data.sources import open_data
+from jaxpar.parameter_server.server import Server
+from jaxpar.parameter_server.worker import Worker
+from jaxpar.step import MakeModel
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+STEPS = 12
+PAUSES = (
+    "data.validation=0.1",
+    f"train.steps={STEPS}",
+    "train.eval_every=4",
+    "train.eval_batches=1",
+    "checkpoint.every=5",
+)
+EVERY_2 = "parameter_server.snapshot_every=2"
+
+
+class Recorded(Worker):
+    """Notes what it is asked for, and which rows it reads for it."""
+
+    calls: list[Call]
+    read: list[tuple[int, int, bytes]]
+
+    def gradient(self, servers: Sequence[Any], era: int, update: int, share: int, step: int, part: int, timeout: float):
+        self.calls.append((update, share, step, part))
+        return super().gradient(servers, era, update, share, step, part, timeout)
+
+    def _rows(self, which: str, step: int, part: int) -> Any:
+        first, batch = super()._rows(which, step, part)
+        if which == "train":
+            self.read.append((step, part, np.asarray(batch["tokens"]).tobytes()))
+        return first, batch
+
+
+class Disturbed:
+    """Makes actors that die as a test wants, and remembers what they did.
+
+    Args:
+        dies: whether a process dies before a call, from its kind, the method, and how often that was called.
+        make_model: for the workers.
+    """
+
+    def __init__(
+        self,
+        dies: Callable[[str, str, int], bool] = lambda kind, method, times: False,
+        make_model: MakeModel | None = None,
+    ) -> None:
+        self.dies, self.make_model, self.times, self.deaths = (
+            dies,
+            make_model,
+            Counter[tuple[str, str]](),
+            Counter[str](),
+        )
+        self.calls: list[Call] = []
+        self.read: list[tuple[int, int, bytes]] = []
+
+    def __call__(self, config: Config, slices: Any, folder: Path) -> InProcess:
+        noting = type("Noting", (Recorded,), {"calls": self.calls, "read": self.read})
+        worker: Any = lambda *args: noting(*args, self.make_model)
+        return InProcess(config, slices, folder, self.before_call, worker)
+
+    def before_call(self, actor: Actor, method: str) -> None:
+        kind = "server" if isinstance(actor.instance, Server) else "worker"
+        self.times[kind, method] += 1
+        if actor.alive and self.dies(kind, method, self.times[kind, method]):
+            actor.alive = False
+            self.deaths[method] += 1
+
+
+def check(config: Config, disturbed: Disturbed, versions: Sequence[int] = ()) -> None:
+    """Each part of each batch is in one update that counts, read from the right rows; each step is in metrics once."""
+    run_dir, workers = Path(config.train.run_dir), config.parameter_server.workers
+    per_step = workers if config.parameter_server.mode == "async" else 1
+    every = per_step * config.parameter_server.snapshot_every
+    saves = {per_step * step for step in (*range(0, STEPS, 5), STEPS, *versions)}
+    applied = one_history(
+        run_dir / "parameter_server", config, lambda version: version % every == 0 or version in saves
+    )
+    parts = parts_of(applied, disturbed.calls)
+    assert Counter(parts) == Counter(itertools.product(range(config.train.steps), range(workers)))
+    rows, count = open_data(config, run_dir / "tokens").train.rows, config.train.global_batch // workers
+    for step, part, tokens in disturbed.read:
+        assert np.asarray(rows(step, range(part * count, (part + 1) * count))["tokens"]).tobytes() == tokens
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, config.train.steps + 1))
+    evaluated = [line["step"] for line in lines if "validation_loss" in line]
+    assert evaluated == sorted({*range(4, STEPS, 4), STEPS})
+    assert [int(path.name) for path in sorted((run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))][
+        -1
+    ] == STEPS
+
+
+UNDISTURBED: dict[Path, Config] = {}
+
+
+@pytest.fixture
+def undisturbed(quick_compiles: None, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run that nothing disturbs, made once; compiled as the others are, so that it rounds as they do."""
+    base = tmp_path_factory.getbasetemp()
+    if base not in UNDISTURBED:
+        disturbed = Disturbed()
+        folder = tmp_path_factory.mktemp("undisturbed")
+        config = UNDISTURBED[base] = with_servers(folder, *PAUSES, EVERY_2, make_actors=disturbed)
+        check(config, disturbed)
+        assert len(disturbed.calls) == len(disturbed.read) == 2 * STEPS
+    return UNDISTURBED[base]
+
+
+def same_run(got: Config, want: Config) -> None:
+    """The same metrics and the same checkpoints, bit for bit."""
+    assert trained(Path(got.train.run_dir)) == trained(Path(want.train.run_dir))
+    for step in (5, 10, STEPS):
+        assert same_bits(saved(got, step), saved(want, step))
+
+
+CALLS = ("pull", "push", "norm", "apply", "snapshot", "snapshot_version", "state", "restore", "ping")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_servers_that_die_at_every_kind_of_call(turn: int, mode: str, tmp_path: Path, undisturbed: Config):
+    """Each kind of call is the last of a server at least once, if not with the first third of kinds, with another."""
+    kinds = {*CALLS[turn::3], "norm"}  # one that is sure to come, so that there is something to go back for
+    periods = {"pull": 23, "push": 19, "state": 4, "snapshot_version": 5, "restore": 3, "ping": 1}
+    left = Counter(dict.fromkeys(kinds, 2))
+
+    def dies(kind: str, method: str, times: int) -> bool:
+        period = periods.get(method, 7)
+        if kind == "worker" or left[method] <= 0 or times % period != 2 % period:
+            return False
+        left[method] -= 1
+        return True
+
+    disturbed = Disturbed(dies)
+    config = with_servers(tmp_path, *PAUSES, EVERY_2, f"parameter_server.mode={mode}", make_actors=disturbed)
+    check(config, disturbed)
+    assert set(disturbed.deaths) == kinds
+    if mode == "sync":
+        same_run(config, undisturbed)
+
+
+def test_workers_that_die_in_shares_and_in_evaluations(tmp_path: Path, undisturbed: Config):
+    disturbed = Disturbed(lambda kind, method, times: kind == "worker" and times % 4 == 2)
+    config = with_servers(tmp_path, *PAUSES, EVERY_2, make_actors=disturbed)
+    check(config, disturbed)
+    assert min(disturbed.deaths[method] for method in ("gradient", "evaluate", "ready") if method != "ready") >= 2
+    same_run(config, undisturbed)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_what_is_due_after_a_step_is_done_though_servers_die_in_it(
+    mode: str, every: int, tmp_path: Path, undisturbed: Config
+):
+    """In the first and the last evaluation, in each save, at the very end; a step before is lost (100), or none (1)."""
+    evaluating: list[bool] = []
+    left = Counter(pull=2, state=2, snapshot=1, snapshot_version=1, busy_seconds=1)
+    first = {"pull": 2, "state": 1, "snapshot": 4, "snapshot_version": 4, "busy_seconds": 1}
+    asked = Counter[str]()
+
+    def dies(kind: str, method: str, times: int) -> bool:
+        if kind == "worker":
+            evaluating[:] = [method == "evaluate"]
+        elif method != "pull" or evaluating[0]:
+            asked[method] += 1
+            if left[method] and asked[method] >= first[method] and (method != "state" or asked[method] in (1, 7)):
+                left[method] -= 1
+                return True
+        return False
+
+    disturbed = Disturbed(dies)
+    overrides = (*PAUSES, f"parameter_server.mode={mode}", f"parameter_server.snapshot_every={every}")
+    config = with_servers(tmp_path, *overrides, make_actors=disturbed)
+    assert disturbed.deaths == Counter(pull=2, state=2, snapshot=1, snapshot_version=1, busy_seconds=1)
+    check(config, disturbed)
+    if mode == "sync":
+        same_run(config, undisturbed)
+
+
+@pytest.mark.parametrize("mode, number", [("sync", signal.SIGTERM), ("async", signal.SIGINT)])
+def test_a_signal_ends_a_run_within_a_step_and_the_same_command_goes_on(
+    mode: str, number: int, capsys, tmp_path: Path, undisturbed: Config
+):
+    """In the middle of step 7; a server dies in the save, so that this is done again."""
+    disturbed = Disturbed()
+
+    def dies(kind: str, method: str, times: int) -> bool:
+        if (kind, method, times) == ("worker", "gradient", 13):
+            os.kill(os.getpid(), number)
+            asked.append(max(step for _, _, step, _ in disturbed.calls))
+        return bool(asked) and method == "state" and not disturbed.deaths
+
+    asked: list[int] = []
+    disturbed.dies = dies
+    overrides = (*PAUSES, EVERY_2, f"parameter_server.mode={mode}", "parameter_server.max_staleness=1")
+    with pytest.raises(SystemExit) as stop:
+        with_servers(tmp_path, *overrides, make_actors=disturbed)
+    assert stop.value.code == 128 + number
+    assert disturbed.deaths == Counter(state=1)
+    (last,) = asked
+    done = metrics(tmp_path / "run")[-1]["step"]
+    assert done == max(step for _, _, step, _ in disturbed.calls) + 1 and last + 1 <= done <= last + 2
+    assert f"stopped by {signal.Signals(number).name} after step {done}, which is saved" in capsys.readouterr().out
+    assert int(saved(tiny(tmp_path, *overrides))["step"]) == done
+    (tmp_path / "run" / "parameter_server").rename(tmp_path / "before")
+    again = Disturbed()
+    config = with_servers(tmp_path, *overrides, make_actors=again)
+    assert f"continued after step {done}" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    folders = {tmp_path / "before": disturbed, tmp_path / "run" / "parameter_server": again}
+    histories = [parts_of(one_history(folder, config, lambda _: True), run.calls) for folder, run in folders.items()]
+    assert Counter(itertools.chain(*histories)) == Counter(itertools.product(range(STEPS), range(2)))
+    if mode == "sync":
+        assert trained(Path(config.train.run_dir)) == trained(Path(undisturbed.train.run_dir))
+        assert same_bits(saved(config, STEPS), saved(undisturbed, STEPS))
+
+
+def test_a_signal_while_workers_start(capsys, tmp_path: Path, undisturbed: Config):
+    disturbed = Disturbed()
+    disturbed.dies = lambda kind, method, times: (
+        (method, times) == ("load", 1) and bool(os.kill(os.getpid(), signal.SIGTERM))
+    )
+    with pytest.raises(SystemExit) as stop:
+        with_servers(tmp_path, *PAUSES, EVERY_2, make_actors=disturbed)
+    assert stop.value.code == 143 and disturbed.calls == []
+    assert "stopped by SIGTERM after step 0" in capsys.readouterr().out
+    config = with_servers(tmp_path, *PAUSES, EVERY_2)
+    same_run(config, undisturbed)
+
+
+@pytest.mark.parametrize("mode, workers", [("sync", 2), ("async", 1)])
+def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, tmp_path: Path):
+    """From step 5 on; a server dies after three of them, and what is counted is right all the same."""
+    mode_settings = (f"parameter_server.mode={mode}", "parameter_server.max_staleness=0")
+    settings = ("data.validation=0.1", "train.max_bad_steps=4", EVERY_2, *mode_settings)
+    tiny(tmp_path)
+    poison(tmp_path / "tiny.yaml", dict.fromkeys(range(5, 21), POISON))
+    make_model = make_poisoned(tiny(tmp_path, *settings))
+    disturbed = Disturbed(lambda kind, method, times: (kind, method, times) == ("server", "apply", 15), make_model)
+
+    def stopped_after(step: int, in_a_row: int) -> None:
+        with pytest.raises(CheckFailed, match=f"^{in_a_row} steps in a row had a loss or gradient that was not finite"):
+            with_servers(tmp_path, *settings, workers=workers, make_actors=disturbed, make_model=make_model)
+        state = saved(tiny(tmp_path, *settings))
+        assert (state["step"], state["skipped"], state["skipped_in_a_row"]) == (step, in_a_row, in_a_row)
+        assert [line["skipped_in_a_row"] for line in metrics(tmp_path / "run")] == [*[0] * 4, *range(1, in_a_row + 1)]
+
+    stopped_after(8, 4)
+    assert disturbed.deaths == Counter(apply=1)
+    stopped_after(9, 5)  # the same command goes on counting
