@@ -51,7 +51,9 @@ def train(
             the state that should be equal were not, and were not to be or could not be repaired.
     """
     if config.train.data_parallel == "parameter_server":
-        raise InputError("train.data_parallel parameter_server is trained by jaxpar.parameter_server.run.train(config).")
+        raise InputError(
+            "train.data_parallel parameter_server: call jaxpar.parameter_server.run.train(config) instead."
+        )
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
     data = open_data(config, run_dir / "tokens")

@@ -185,6 +185,17 @@ def test_mixed_precision_keeps_float32_masters_and_accumulates_in_float32():
     assert report.ok, report.comparisons[:5]
 
 
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_step_keeps_the_dtypes_of_the_state(name):
+    """Or it would be compiled anew, and what it saves would not fit what is restored."""
+    settings = config(optimizer={"name": name, "learning_rate": 0.01}, train={"param_dtype": "bfloat16"})
+    built = program(settings)
+    new, _ = jax.eval_shape(built.train_step, built.abstract_state, abstract_batch(settings, built))
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype, new, built.abstract_state)
+    assert all(jax.tree.leaves(same))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(new.params)} == {"bfloat16"}
+
+
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
     built = program(config((2, 1, 2), optimizer={"name": "adamw"}))
     batch = jax.device_put(verify.random_batch(config()), built.batch_sharding)

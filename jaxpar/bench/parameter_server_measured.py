@@ -47,9 +47,9 @@ class MeasuredServer(Server):
         self._in_bytes += _nbytes(grads)
         return super().push(update, share, tokens, grads)
 
-    def pull(self, since: int | None) -> tuple[int, Any]:
-        """The version, and the rows changed after version `since`."""
-        version, (size, sent) = super().pull(since)
+    def pull(self, since: int | None, predicted: bool = False) -> tuple[int, Any]:
+        """See `Server.pull`."""
+        version, (size, sent) = super().pull(since, predicted)
         self._out_bytes += size
         return version, sent
 

@@ -79,7 +79,7 @@ def until(what, condition, seconds=120):
         if driver.poll() is not None or time.monotonic() > deadline:
             driver.kill()
             said, _ = driver.communicate()
-            raise SystemExit(f"{what} did not come; the driver, ended with {driver.returncode}, had said {said[-9000:]}")
+            raise SystemExit(f"{what} did not come; the driver, ended with {driver.returncode}, had said {said[-900:]}")
         time.sleep(0.01)
     return value
 

@@ -202,6 +202,37 @@ def test_only_what_changed_is_sent(tmp_path: Path):
     assert server.pull(9) == (9, {})
 
 
+@pytest.mark.parametrize("momentum", [0.9, 1e-12, 0.0], ids=["rows_go_on", "rows_stand_still", "none"])
+def test_in_async_mode_parameters_are_moved_on_by_the_mean_staleness(momentum: float, tmp_path: Path):
+    """What a worker puts together from what it pulls is params + staleness · (params − those before), row by row."""
+    server = make(tmp_path, parameter_server__mode="async", optimizer__name="sgd", optimizer__momentum=momentum)
+    held = {n: rows.copy() for n, rows in server.pull(None, True)[1].items()}
+    version, staleness, random = 7, 0.0, np.random.default_rng(0)
+    for number in range(101, 113):
+        before = dict(server.state()[1])
+        grads = {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()}
+        grads["embedding/weight"][random.integers(0, ROWS, 2)] = random.normal(size=(2, WIDTH))
+        stale = int(random.integers(0, 4))
+        server.push(number, 0, 1.0, {n: without_zeros(g) for n, g in grads.items()})
+        server.norm(number, 1)
+        server.apply(number, server.version + 1, server.version - stale, 1.0, True)
+        staleness += (stale - staleness) / 8
+        if number % 3 == 0:
+            continue  # pulls see some versions only
+        version, sent = server.pull(version, True)
+        for name, rows in sent.items():
+            if isinstance(rows, Rows):
+                held[name][rows.numbers] = rows.values
+            else:
+                held[name] = rows.copy()
+        _, params, _ = server.state()
+        steps = np.float32(staleness if momentum else 0)
+        for name, now in params.items():
+            np.testing.assert_allclose(held[name], now + steps * (now - before[name]), rtol=1e-5, atol=1e-6)
+        assert server.pull(version, True) == (version, {})
+        assert (server.pull(None)[1]["embedding/weight"] == params["embedding/weight"]).all()  # for evaluations
+
+
 def test_what_all_ask_for_is_put_away_once(tmp_path: Path):
     put = []
     server = make(tmp_path)
