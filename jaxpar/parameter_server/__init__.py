@@ -9,8 +9,13 @@
 | `cluster` | a Ray to run them on; `reaper` sees to it that nothing of it stays |
 | `actors` | servers and workers as processes |
 | `pool` | the workers: who works on what, who died, who replaces them |
-| `coordinator` | which gradients make which update, in both modes; what is done when a process dies |
-| `run` | a whole run: data, metrics, evaluations, checkpoints |
+| `servers` | the servers as one: calls to all, snapshots, the way back to one |
+| `coordinator` | which gradients make which update; going back when a server died |
+| `shares` | in async mode: which parts of which batches are done, under way, and next |
+| `update` | an update that was made |
+| `together` | several pieces of work at a time |
+| `whole` | the whole state, cut over servers and put together |
+| `run` | a whole run: data, metrics, evaluations, checkpoints; `report`: what it says at start and end |
 
 Server and worker are plain classes that know nothing of Ray; `coordinator` calls them as Ray actors.
 """
