@@ -1,5 +1,6 @@
 """What a run shows while it goes on: lines, a progress bar; and how it learns that it is to stop."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,7 @@ def asked_to_stop() -> Iterator[list[int]]:
 
     def handle(number: int, _: FrameType | None) -> None:
         received.append(number)
+        os.write(2, b"\nstopping after this step, which is saved; the same signal again ends it at once\n")
         signal.signal(number, before[number])  # a second one ends it at once
 
     alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()

@@ -34,6 +34,10 @@ class Actors(Protocol):
         """Whether an error means that an actor's process is gone, rather than that its code raised something."""
         ...
 
+    def alive(self) -> bool:
+        """Whether what runs them is itself alive. It may take long, or raise something, when it is not."""
+        ...
+
 
 class RayActors:
     """Each server and worker is a Ray actor: a process somewhere in the cluster.
@@ -83,6 +87,10 @@ class RayActors:
     def died(self, error: BaseException) -> bool:
         """Whether an error means that an actor's process is gone."""
         return cluster.died(error)
+
+    def alive(self) -> bool:
+        """Whether this machine's part of the Ray cluster is alive."""
+        return cluster.alive()
 
 
 def of_servers(references: Any, timeout_seconds: float) -> Any:

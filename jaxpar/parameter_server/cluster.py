@@ -78,6 +78,13 @@ def accelerators() -> int:
     return int(resources["GPU"]) if "GPU" in resources else 0
 
 
+def alive() -> bool:
+    """Whether the cluster has this machine as a node. Without it no process can be started, nor called."""
+    ray = _ray()
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and node["Alive"] for node in ray.nodes())
+
+
 def start_actor(cls: type, *args: Any, gpus: int = 0, max_concurrency: int = 1, **kwargs: Any) -> Any:
     """Start a process somewhere in the cluster that holds an instance of a plain class.
 

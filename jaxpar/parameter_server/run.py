@@ -32,12 +32,17 @@ from jaxpar.parameter_server.cluster import cluster
 from jaxpar.parameter_server.coordinator import Coordinator
 from jaxpar.parameter_server.report import report_lines, write_report
 from jaxpar.parameter_server.slices import Slices
+from jaxpar.parameter_server.together import in_thread, unless
 from jaxpar.parameter_server.update import RolledBack, Update
 from jaxpar.parameter_server.whole import Whole
 from jaxpar.parameter_server.worker import Worker
 from jaxpar.step import MakeModel
 
 FOLDER = "parameter_server"
+WATCH_SECONDS = 5.0
+"""Between two looks whether Ray is alive."""
+ANSWER_SECONDS = 60.0
+"""How long it may take to say so."""
 MakeActors = Callable[[Config, Sequence[Slices], Path], Actors]
 
 
@@ -153,20 +158,43 @@ class Run:
         self.coordinator = Coordinator(self.config, actors, self.done, before, self.report, on_step)
         try:
             if self.done < self.config.train.steps:
-                began = time.monotonic()
-                self.ready = await self.coordinator.start(self.whole.parts(state))
-                del state
-                self._start_clock()
-                seconds, processes = time.monotonic() - began, [ready.process for ready in self.ready]
-                text = f"{len(processes)} workers are ready after {seconds:.1f} s"
-                self.report("started", text, seconds=seconds, processes=processes)
-                await self._loop(signals)
-                busy = await self.coordinator.busy_seconds()
-                for line in write_report(self.folder, self.coordinator, busy, self.totals):
-                    say(self.bar.console, line)
+                await unless(self._work(state, signals), self._watch(actors))
         finally:
             await self.coordinator.close()
         return self.last
+
+    async def _work(self, state: Any, signals: Sequence[int]) -> None:
+        began = time.monotonic()
+        self.ready = await self.coordinator.start(self.whole.parts(state))
+        del state
+        self._start_clock()
+        seconds, processes = time.monotonic() - began, [ready.process for ready in self.ready]
+        text = f"{len(processes)} workers are ready after {seconds:.1f} s"
+        self.report("started", text, seconds=seconds, processes=processes)
+        await self._loop(signals)
+        busy = await self.coordinator.busy_seconds()
+        for line in write_report(self.folder, self.coordinator, busy, self.totals):
+            say(self.bar.console, line)
+
+    async def _watch(self, actors: Actors) -> None:
+        """See that Ray itself is alive, without which nothing would ever answer or be replaced.
+
+        Raises:
+            CheckFailed: it is not.
+        """
+        alive = True
+        while alive:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    alive = await in_thread(actors.alive)
+            except Exception:
+                alive = False
+        latest = self.checkpoints.latest_step()
+        raise CheckFailed(
+            "Ray itself died on this machine, and with it all servers and workers. The same command starts it anew and "
+            + ("begins again." if latest is None else f"goes on from the checkpoint of step {latest}.")
+        )
 
     async def _loop(self, signals: Sequence[int]) -> None:
         train = self.config.train

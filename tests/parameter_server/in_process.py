@@ -104,6 +104,9 @@ class InProcess:
     def kill(self, actor: Actor) -> None:
         actor.alive = False
 
+    def alive(self) -> bool:
+        return True
+
     def died(self, error: BaseException) -> bool:
         return isinstance(error, Died)
 

@@ -3,9 +3,11 @@
 Whatever dies, a run's folder ends up as that of the undisturbed run: in sync mode bit for bit.
 """
 
+import asyncio
 import itertools
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from whole_runs import same_bits, saved, tiny, with_servers
 
 from jaxpar.config import CheckFailed, Config
 from jaxpar.data.sources import open_data
+from jaxpar.parameter_server import run
+from jaxpar.parameter_server.coordinator import Coordinator
 from jaxpar.parameter_server.server import Server
 from jaxpar.parameter_server.worker import Worker
 from jaxpar.step import MakeModel
@@ -271,3 +275,20 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, tmp_p
     stopped_after(8, 4)
     assert disturbed.deaths == Counter(apply=1)
     stopped_after(9, 5)  # the same command goes on counting
+
+
+@pytest.mark.parametrize("answer", [lambda: False, lambda: 1 / 0, lambda: time.sleep(60)], ids=["no", "error", "none"])
+def test_a_run_ends_when_ray_itself_is_dead(answer: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing would ever answer: calls hang, and no process can be started."""
+    monkeypatch.setattr(run, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(run, "ANSWER_SECONDS", 0.2)
+
+    async def no_answer(*args: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Coordinator, "steps", no_answer)
+    monkeypatch.setattr(InProcess, "alive", lambda actors: answer())
+    began = time.monotonic()
+    with pytest.raises(CheckFailed, match=r"Ray itself died on this machine.*starts it anew and begins again"):
+        with_servers(tmp_path)
+    assert time.monotonic() - began < 30
