@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpar.config import CheckFailed, InputError, json_schema, load_config
+from jaxpar.config import CheckFailed, InputError, Stopped, json_schema, load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 bench = typer.Typer(no_args_is_help=True, help="Measure jaxpar against plain JAX on this machine.")
@@ -356,7 +356,7 @@ def main() -> None:
     except CheckFailed as error:
         _fail("stopped", str(error), exit_code=1)
     except SystemExit as stop:
-        if stop.code == 130:
+        if stop.code == 130 and not isinstance(stop, Stopped):  # which has said more than this
             print("interrupted", file=sys.stderr)
         raise
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config, InputError
+from jaxpar.config import CheckFailed, Config, InputError, Stopped
 from jaxpar.console import asked_to_stop, progress, say, show_step, stopped, too_many_bad_steps
 from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
@@ -121,7 +121,7 @@ class Run:
         """Run the steps after `first`; returns the last metrics.
 
         Raises:
-            SystemExit: with 128 + the signal's number, after the step during which a signal came, which is saved.
+            Stopped: with 128 + the signal's number, after the step during which a signal came, which is saved.
             CheckFailed: after too many steps in a row that were not applied, or when copies drifted.
         """
         train = self.config.train
@@ -149,7 +149,7 @@ class Run:
             if stop:
                 self.checkpoints.wait()
                 say(self.bar.console, stopped(stop, step))
-                raise SystemExit(128 + stop)
+                raise Stopped(128 + stop)
         return self.last
 
     def _report(self, step: int, metrics: dict[str, jax.Array], validation: Mapping[str, float] = NOTHING) -> int:

@@ -13,7 +13,7 @@ import pytest
 import jaxpar.cli
 import jaxpar.mesh
 import jaxpar.verify
-from jaxpar.config import CheckFailed, Config, InputError, load_config
+from jaxpar.config import CheckFailed, Config, InputError, Stopped, load_config
 from jaxpar.config.yaml12 import load
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -104,6 +104,7 @@ def test_schema_knows_the_keys(run_jaxpar):
         (InputError("no [such] thing"), 2, "error: no [such] thing\n"),
         (CheckFailed("five bad steps"), 1, "stopped: five bad steps\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Stopped(130), 130, ""),  # a saved step, of which the run itself has spoken
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error: BaseException, code: int, said: str):

@@ -7,7 +7,7 @@ checked too. To change something: a key in `sections`, a rule between keys in `r
 """
 
 from jaxpar.config.attention import Implementation, choose_implementation
-from jaxpar.config.errors import CheckFailed, InputError
+from jaxpar.config.errors import CheckFailed, InputError, Stopped
 from jaxpar.config.root import Config, blocks_resume, differences, json_schema, load_config
 from jaxpar.config.sections import (
     CheckpointConfig,
@@ -40,6 +40,7 @@ __all__ = [
     "ParameterServerConfig",
     "RopeScaling",
     "Source",
+    "Stopped",
     "TrainConfig",
     "blocks_resume",
     "choose_implementation",

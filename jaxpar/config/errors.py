@@ -26,6 +26,10 @@ class CheckFailed(RuntimeError):
     """The work or check that was asked for failed on its own merits. The CLI prints the text and exits with 1."""
 
 
+class Stopped(SystemExit):
+    """A signal ended a run, which has saved its last step and said so; the code is 128 + the signal's number."""
+
+
 PLAIN = {
     "int_type": "must be a whole number. ",
     "float_type": "must be a number. ",

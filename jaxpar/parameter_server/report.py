@@ -39,14 +39,23 @@ def _ones(shapes: Mapping[str, Any]) -> Named:
 
 
 def write_report(
-    folder: Path, coordinator: Coordinator, busy_seconds: list[float] | None, totals: Mapping[str, int]
+    folder: Path, steps: tuple[int, int], coordinator: Coordinator, busy_seconds: Any, totals: Mapping[str, int]
 ) -> list[str]:
-    """Write `report.json`; returns what people are told: bytes, and in async mode how stale gradients were."""
+    """Write `report.json`; returns what people are told: bytes, and in async mode how stale gradients were.
+
+    Args:
+        folder: where to.
+        steps: the first and the last one since this start of the run, which is what is told of.
+        coordinator: of the run.
+        busy_seconds: each server's; None: not known.
+        totals: bytes that workers sent and did not send.
+    """
     counts = {stale: count for stale, count in sorted(coordinator.staleness.items()) if count}
     staleness, refused = {str(stale): count for stale, count in counts.items()}, coordinator.refused
-    report = {"staleness": staleness, "refused": refused, "busy_seconds": busy_seconds, **totals}
+    report = {"steps": steps, "staleness": staleness, "refused": refused, "busy_seconds": busy_seconds, **totals}
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return [_traffic(totals), *(_histogram(counts, refused) if coordinator.asynchronous else [])]
+    told = [f"steps {steps[0]} to {steps[1]}: {_traffic(totals)}"]
+    return told + _histogram(counts, refused) if coordinator.asynchronous else told
 
 
 def _traffic(totals: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config
+from jaxpar.config import CheckFailed, Config, Stopped
 from jaxpar.console import asked_to_stop, progress, say, show_step, stopped, too_many_bad_steps
 from jaxpar.data.sources import Data, open_data
 from jaxpar.flops import flops_per_token
@@ -171,10 +171,16 @@ class Run:
         seconds, processes = time.monotonic() - began, [ready.process for ready in self.ready]
         text = f"{len(processes)} workers are ready after {seconds:.1f} s"
         self.report("started", text, seconds=seconds, processes=processes)
-        await self._loop(signals)
+        first, stop = self.done + 1, None
+        try:
+            await self._loop(signals)
+        except Stopped as asked:
+            stop = asked
         busy = await self.coordinator.busy_seconds()
-        for line in write_report(self.folder, self.coordinator, busy, self.totals):
+        for line in write_report(self.folder, (first, self.done), self.coordinator, busy, self.totals):
             say(self.bar.console, line)
+        if stop:
+            raise stop
 
     async def _watch(self, actors: Actors) -> None:
         """See that Ray itself is alive, without which nothing would ever answer or be replaced.
@@ -252,7 +258,7 @@ class Run:
             raise CheckFailed(too_many_bad_steps(self.bad, train.max_bad_steps, saved))
         if self.done < train.steps:
             say(self.bar.console, stopped(signals[0], self.done))
-            raise SystemExit(128 + signals[0])
+            raise Stopped(128 + signals[0])
 
     def _on_step(self, step: int, updates: Sequence[Update]) -> None:
         """Take in the numbers of a step; they are written with the next, or with an evaluation that follows."""

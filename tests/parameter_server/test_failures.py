@@ -5,6 +5,7 @@ Whatever dies, a run's folder ends up as that of the undisturbed run: in sync mo
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
@@ -235,6 +236,11 @@ def test_a_signal_ends_a_run_within_a_step_and_the_same_command_goes_on(
     assert f"continued after step {done}" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     folders = {tmp_path / "before": disturbed, tmp_path / "run" / "parameter_server": again}
+    reports = [json.loads((folder / "report.json").read_text()) for folder in folders]
+    assert [report["steps"] for report in reports] == [[1, done], [done + 1, STEPS]]
+    updates = [sum(report["staleness"].values()) for report in reports]
+    per_step = 2 if mode == "async" else 1
+    assert updates == [done * per_step, (STEPS - done) * per_step]
     histories = [parts_of(one_history(folder, config, lambda _: True), run.calls) for folder, run in folders.items()]
     assert Counter(itertools.chain(*histories)) == Counter(itertools.product(range(STEPS), range(2)))
     if mode == "sync":
