@@ -168,7 +168,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_counters(tmp_path: Path, 
     lines = [metrics(Path(config.train.run_dir)) for config in (servers, all_reduce)]
     for name in ("skipped", "skipped_in_a_row", "learning_rate"):
         got, want = ([line[name] for line in run] for run in lines)
-        assert got == want, name
+        assert got == pytest.approx(want, rel=1e-12), name  # the schedule is compiled in one and not in the other
     got, want = ([set(line.get("nonfinite", [])) for line in run] for run in lines)
     assert got == want
 
