@@ -18,10 +18,9 @@ from jaxpar.config import CheckFailed, Config
 from jaxpar.data.batches import Batches
 from jaxpar.data.sources import open_data
 from jaxpar.mesh import start
-from jaxpar.parameter_server import cluster
 from jaxpar.parameter_server.actors import RayActors
 from jaxpar.parameter_server.coordinator import Coordinator, RolledBack, Update
-from jaxpar.parameter_server.rows import Sent
+from jaxpar.parameter_server.rows import Sent, sent_bytes
 from jaxpar.parameter_server.server import Server
 from jaxpar.parameter_server.slices import Slices
 from jaxpar.parameter_server.worker import Worker
@@ -39,12 +38,12 @@ class MeasuredServer(Server):
     def __init__(
         self, config: Config, index: int, slices: Slices, folder: str, put: Callable[[Any], Any] = lambda value: value
     ) -> None:
-        super().__init__(config, index, slices, folder, lambda sent: (_nbytes(sent), put(sent)))
+        super().__init__(config, index, slices, folder, lambda sent: (sent_bytes(sent), put(sent)))
         self._in_bytes = self._out_bytes = 0
 
     def push(self, update: int, share: int, tokens: float, grads: Mapping[str, Sent]) -> bool:
         """Take a share of an update."""
-        self._in_bytes += _nbytes(grads)
+        self._in_bytes += sent_bytes(grads)
         return super().push(update, share, tokens, grads)
 
     def pull(self, since: int | None, predicted: bool = False) -> tuple[int, Any]:
@@ -74,25 +73,13 @@ class MeasuredActors(RayActors):
     """
 
     def __init__(self, config: Config, slices: Sequence[Slices], folder: Path, run_dir: Path) -> None:
-        super().__init__(config, slices, folder, run_dir, worker=MeasuredWorker)
-        self._config, self._slices, self._folder = config, slices, str(folder)
+        super().__init__(config, slices, folder, run_dir, worker=MeasuredWorker, server=MeasuredServer)
         self.workers: list[Any] = []
-
-    def server(self, index: int) -> Any:
-        """Start server `index`."""
-        import ray
-
-        arguments = self._config, index, self._slices[index], self._folder, ray.put
-        return cluster.start_actor(MeasuredServer, *arguments)
 
     def worker(self, index: int) -> Any:
         """Start worker `index`."""
         self.workers.append(super().worker(index))
         return self.workers[-1]
-
-
-def _nbytes(sent: Mapping[str, Sent]) -> int:
-    return sum(x.nbytes for x in sent.values())
 
 
 def train_with_servers(config: Config, actors: Any, parts: Sequence[Any], steps: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 |---|---|
 | `slices` | which rows of which parameter each server owns |
 | `rows` | arrays of which only some rows travel |
+| `sums` | the gradients of an update added up |
 | `server` | a server: gradients in, one optimizer step on its slice, parameters out |
 | `worker` | a worker: pulls parameters, computes loss and gradients on its own mesh, pushes |
 | `cluster` | a Ray to run them on; `reaper` sees to it that nothing of it stays |

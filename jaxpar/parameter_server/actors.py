@@ -51,6 +51,7 @@ class RayActors:
         run_dir: of the run, where its tokens are.
         make_model: see `Worker`.
         worker: the class of the workers.
+        server: the class of the servers.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class RayActors:
         run_dir: Path,
         make_model: MakeModel | None = None,
         worker: type[Worker] = Worker,
+        server: type[Server] = Server,
     ) -> None:
-        self._config, self._slices, self._worker, self._make_model = config, slices, worker, make_model
+        self._config, self._slices, self._make_model = config, slices, make_model
+        self._worker, self._server = worker, server
         self._folder, self._tokens = str(folder.absolute()), str((run_dir / "tokens").absolute())
         devices = config.mesh.data * config.mesh.pipe * config.mesh.tensor
         self.gpus = devices if cluster.accelerators() >= devices * config.workers else 0
@@ -71,7 +74,7 @@ class RayActors:
         """Start server `index`."""
         import ray
 
-        return cluster.start_actor(Server, self._config, index, self._slices[index], self._folder, ray.put)
+        return cluster.start_actor(self._server, self._config, index, self._slices[index], self._folder, ray.put)
 
     def worker(self, index: int) -> Any:
         """Start worker `index`."""

@@ -42,8 +42,8 @@ def cluster(address: str | None) -> Iterator[None]:
 
     A cluster that is started listens on 127.0.0.1 alone, with Ray's own sizes: as many CPUs and GPUs as there are, and
     at most 30% of the memory for objects. It ends with the block, and with this process however that ends. What actors
-    print goes to Ray's logs (`/tmp/ray/session_latest/logs`), not to the terminal. A process that has Ray initialised
-    already, a notebook for instance, keeps on using it, and has it afterwards.
+    print goes to Ray's logs (`session_latest/logs` in its temporary folder), not to the terminal. A process that has
+    Ray initialised already, a notebook for instance, keeps on using it, and has it afterwards.
 
     Call it in a thread that lives as long as the cluster is needed: Linux ends what a thread started when that ends.
 

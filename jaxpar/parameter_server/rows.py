@@ -3,6 +3,7 @@
 A row is left out if all its bits are zero, so that what arrives is bit for bit what would have come dense.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,11 @@ def some(array: np.ndarray, numbers: np.ndarray) -> Sent:
     """These rows of an array, or all of it where that takes fewer bytes."""
     rows = Rows(numbers.astype(np.int32), array[numbers], len(array))
     return rows if rows.nbytes < array.nbytes else array
+
+
+def sent_bytes(arrays: Mapping[str, Sent]) -> int:
+    """Bytes that travel of several arrays."""
+    return sum(sent.nbytes for sent in arrays.values())
 
 
 def add(total: np.ndarray, sent: Sent, factor: float) -> None:

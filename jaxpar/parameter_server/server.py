@@ -12,9 +12,6 @@ In async mode a gradient is added to parameters that are some updates newer than
 learning a lot, so workers do not get the parameters as they are, but where they will be by then: moved on by the newest
 step as often as gradients are versions old on average. This is SpecTrain's weight prediction (arXiv:1809.02839); it
 needs an optimizer whose steps momentum makes alike.
-
-Gradients of an update are weighted by their tokens and added in the order of the shares, whatever order they come in,
-so that two runs agree bit for bit.
 """
 
 import json
@@ -23,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,48 +34,12 @@ from jaxpar.layers.layout import STACK
 from jaxpar.mesh import stay_on_cpu, use_config_dtypes
 from jaxpar.names import Named, like, named, nested
 from jaxpar.optimizer import make_optimizer, make_schedule
-from jaxpar.parameter_server.rows import MATRIX, Sent, add, some
+from jaxpar.parameter_server.rows import MATRIX, Sent, some
 from jaxpar.parameter_server.slices import Slices
+from jaxpar.parameter_server.sums import Sum
 
 NEWEST = 1 / 8
 """Weight of the newest update in the mean staleness."""
-
-
-@dataclass
-class Sum:
-    """The gradients of an update, added up in the order of their shares.
-
-    Attributes:
-        total: sum over shares of tokens × gradient, by parameter.
-        tokens: in the shares added.
-        shares: how many are added.
-        waiting: those that came before one with a lower number.
-    """
-
-    total: dict[str, np.ndarray] = field(default_factory=dict)
-    tokens: float = 0.0
-    shares: int = 0
-    waiting: dict[int, tuple[float, Mapping[str, Sent]]] = field(default_factory=dict)
-
-    def take(self, share: int, tokens: float, grads: Mapping[str, Sent]) -> bool:
-        """Take a share in; False if it is there already: its worker died after pushing, and another did its work."""
-        if share < self.shares or share in self.waiting:
-            return False
-        self.waiting[share] = tokens, grads
-        while self.shares in self.waiting:
-            tokens, grads = self.waiting.pop(self.shares)
-            for name, sent in grads.items():
-                if name not in self.total:
-                    self.total[name] = np.zeros(sent.shape, sent.dtype)
-                add(self.total[name], sent, tokens)
-            self.tokens += tokens
-            self.shares += 1
-        return True
-
-    def mean(self) -> dict[str, np.ndarray]:
-        """The mean gradient over all tokens."""
-        count = max(self.tokens, 1.0)
-        return {name: total / total.dtype.type(count) for name, total in self.total.items()}
 
 
 class Server:

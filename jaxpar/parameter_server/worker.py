@@ -20,7 +20,7 @@ from jaxpar.data.windows import Rows as Batch
 from jaxpar.flops import peak_flops_per_second
 from jaxpar.mesh import start
 from jaxpar.names import Named, like, named
-from jaxpar.parameter_server.rows import Rows, Sent, without_zeros
+from jaxpar.parameter_server.rows import Rows, Sent, sent_bytes, without_zeros
 from jaxpar.parameter_server.slices import Slices
 from jaxpar.step import MakeModel, abstract_batch, build
 
@@ -145,7 +145,7 @@ class Worker:
         pushed = [
             server.push.remote(update, share, float(tokens), sent) for server, sent in zip(servers, parts, strict=True)
         ]
-        pushed_bytes = sum(map(_nbytes, parts))
+        pushed_bytes = sum(map(sent_bytes, parts))
         return Gradient(
             update=update,
             loss=float(loss),
@@ -194,7 +194,7 @@ class Worker:
         self._on_devices |= {name: jax.device_put(self._host[name], self._shapes[name].sharding) for name in changed}
         if changed:
             self._params = self._arrange(like(self._saved, self._on_devices))
-        return sum(map(_nbytes, came))
+        return sum(map(sent_bytes, came))
 
     def _put(self, name: str, start: int, sent: Sent) -> None:
         """Put rows into the copy on the host, which is never changed in place: devices may look at the same memory."""
@@ -209,7 +209,3 @@ class Worker:
         else:
             rows[:] = sent
         self._host[name] = whole
-
-
-def _nbytes(sent: Mapping[str, Sent]) -> int:
-    return sum(x.nbytes for x in sent.values())
