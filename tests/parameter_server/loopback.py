@@ -34,6 +34,23 @@ code = os.waitstatus_to_exitcode(ended[1])
 sys.exit(code if code >= 0 else 128 - code)
 """
 
+PROCESSES = '''
+import os
+from pathlib import Path
+def processes():
+    """What runs in the namespace besides its first process and this one."""
+    names = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and int(folder.name) not in (1, os.getpid()):
+                names[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\\0", b" ").decode().strip()
+        except OSError:
+            pass
+    return names
+'''
+"""For scripts that run in loopback."""
+
 
 def run_in_loopback(
     args: Sequence[str | Path],

@@ -10,26 +10,11 @@ from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import pytest
-from loopback import needs_namespace, run_in_loopback, run_script
+from loopback import PROCESSES, needs_namespace, run_in_loopback, run_script
 
 from jaxpar.config import InputError
 from jaxpar.parameter_server import cluster as module
 from jaxpar.parameter_server.cluster import cluster
-
-PROCESSES = '''
-from pathlib import Path
-def processes():
-    """What runs in the namespace besides its first process and this one."""
-    names = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and int(folder.name) not in (1, os.getpid()):
-                names[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\\0", b" ").decode().strip()[:80]
-        except OSError:
-            pass
-    return names
-'''
 
 LIFE = (
     "import asyncio, ctypes, fcntl, json, os, signal, socket, struct, subprocess, sys, time\n"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from disturbed import one_history, parts_of
-from loopback import needs_namespace, run_in_loopback, run_script
+from loopback import PROCESSES, needs_namespace, run_in_loopback, run_script
 from tiny_run import metrics, quick_compiles_env
 from whole_runs import distance, same_bits, saved, tiny
 
@@ -263,20 +263,9 @@ def test_any_process_may_be_killed_at_any_moment(
 
 DRIVER_KILLED = (
     WATCH
-    + '''
+    + PROCESSES
+    + """
 run, command = Path(sys.argv[1]), sys.argv[2:]
-def processes():
-    """What runs in the namespace besides its first process and this one."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and int(folder.name) not in (1, os.getpid()):
-                found[int(folder.name)] = (folder / "cmdline").read_text()[:60]
-        except OSError:
-            pass
-    return found
-
 start(*command)
 until("a checkpoint and more", lambda: (run / "checkpoints" / "6").exists() and len(lines(run / "metrics.jsonl")) >= 8)
 at_work = len(processes())
@@ -289,7 +278,7 @@ driver.communicate()
 start(*command)
 said, _ = driver.communicate(timeout=200)
 print(json.dumps([at_work, left, seconds, said, driver.returncode]))
-'''
+"""
 )
 
 
