@@ -10,7 +10,7 @@ PACKAGE = Path(jaxpar.__file__).parent
 
 ROWS = [
     ["config"],
-    ["hardware", "flops", "quantities", "collective_costs"],
+    ["arguments", "hardware", "flops", "quantities", "collective_costs"],
     ["mesh"],
     ["collectives"],
     ["layers"],
@@ -37,10 +37,13 @@ ROWS = [
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 WITHOUT_JAX = [
     "config",
+    "arguments.py",
     "hardware.py",
     "flops.py",
     "quantities.py",
     "collective_costs",
+    "bench/__init__.py",
+    "bench/commands.py",
     "cli",
     "planner",
     *(f"pipeline/{name}.py" for name in ("__init__", "schedules", "orders", "check", "simulate", "partition")),
