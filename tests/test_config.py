@@ -375,6 +375,11 @@ def test_whole_numbers_are_numbers():
             "Leave drift_check_every out",
         ),
         (
+            {"train__drift_action": "resynchronise"},
+            "train.drift_action resynchronise without train.drift_check_every",
+            "Set drift_check_every",
+        ),
+        (
             {"train__data_parallel": "parameter_server", "parameter_server__workers": 5},
             "train.global_batch 24 % (parameter_server.workers 5 × mesh.data 1 × parallel.microbatches 1) = 4",
             "Use global_batch 20 or 25, or workers 4 or 6.",

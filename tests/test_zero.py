@@ -320,6 +320,7 @@ def test_what_stays_whole_is_listed_with_its_bytes():
         ((4, 1, 1), {}, {"algorithm": "ring", "order": [0, 1, 2, 2]}, ["lacks 3", "has 2", "[0, 1, 2, 3]"]),
         ((4, 1, 1), {}, {"algorithm": "ring", "order": [0, 1, 2]}, ["lacks 3"]),
         ((4, 1, 1), {}, {"algorithm": "tree", "order": [0, 1, 2, 3]}, ["tree does not read it", "ring or auto"]),
+        ((4, 1, 1), {}, {"algorithm": "tree", "across": "tree"}, ["tree does not read it", "hierarchical or auto"]),
         ((4, 1, 1), {}, {"algorithm": "hierarchical", "per_host": 3}, ["4 % grad_reduce.per_host 3", "2 or 4"]),
         ((2, 2, 1), {}, {"schedule": "overlapped"}, ["nothing would be hidden", "Use schedule end"]),
         ((2, 2, 1), {"zero": 3, "idle": "skip"}, {"algorithm": "ring"}, ["idle auto or compute"]),

@@ -68,7 +68,8 @@ def problems(config: Config) -> list[str]:
     sizes = (
         [] if mesh else [*_tensor(config), *_pipeline(config), *_batch(config), *_grad_reduce(config)]
     )  # on an impossible mesh they would mean nothing
-    return [*_model(config), *mesh, *sizes, *_parameter_server(config), *_optimizer(config), *_data(config)]
+    others = (_parameter_server, _drift, _optimizer, _data)
+    return [*_model(config), *mesh, *sizes, *(line for rule in others for line in rule(config))]
 
 
 def _indivisible(left: str, right: str, values: tuple[int, int], why: str, ways: str) -> Iterator[str]:
@@ -282,6 +283,11 @@ def _grad_reduce(config: Config) -> Iterator[str]:
                 f"grad_reduce.{key} is given, but grad_reduce.algorithm {g.algorithm} does not read it. Use algorithm "
                 f"{' or '.join(algorithms)}, or leave {key} out."
             )
+    if g.across != "ring" and g.algorithm not in ("hierarchical", "auto"):
+        yield (
+            f"grad_reduce.across {g.across} is given, but grad_reduce.algorithm {g.algorithm} does not read it. Use "
+            f"algorithm hierarchical or auto, or leave across out."
+        )
     if g.order is not None and g.links is not None:
         yield "grad_reduce.order and grad_reduce.links are both given, but either gives the ring's order. Give one."
     if data == -1:
@@ -302,6 +308,14 @@ def _grad_reduce(config: Config) -> Iterator[str]:
             (data, g.per_host),
             "every host holds equally many replicas",
             f"per_host {nearest(divisors(data), g.per_host)}",
+        )
+
+
+def _drift(config: Config) -> Iterator[str]:
+    if config.train.drift_action != "stop" and not config.train.drift_check_every:
+        yield (
+            f"train.drift_action {config.train.drift_action} without train.drift_check_every: replicas are never "
+            f"compared. Set drift_check_every, for instance to 100, or leave drift_action out."
         )
 
 

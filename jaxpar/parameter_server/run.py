@@ -73,29 +73,27 @@ def train(
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
     data = open_data(config, run_dir / "tokens")
+    stay_on_cpu()
+    use_config_dtypes(config)
+    whole = Whole(config, make_model)
     with cluster(config.parameter_server.ray_address):
         make_actors = lambda config, slices, folder: RayActors(config, slices, folder, run_dir, make_model, worker)
-        return train_with(config, data, make_actors, make_model)
+        return train_with(config, whole, data, make_actors)
 
 
-def train_with(
-    config: Config, data: Data, make_actors: MakeActors, make_model: MakeModel | None = None
-) -> dict[str, Any]:
+def train_with(config: Config, whole: Whole, data: Data, make_actors: MakeActors) -> dict[str, Any]:
     """What `train` does, with whatever runs servers and workers.
 
     Args:
         config: see `train`.
+        whole: its state's shapes.
         data: the run's.
         make_actors: from the config, each server's slices and the folder for their files.
-        make_model: see `train`.
     """
-    stay_on_cpu()
-    use_config_dtypes(config)
     run_dir = Path(config.train.run_dir)
     console = Console()
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
-        whole = Whole(config, make_model)
         resumed = checkpoints.latest_step()
         report = report_lines(config, whole, data, resumed)
         for line in report:

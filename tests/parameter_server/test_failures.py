@@ -22,7 +22,7 @@ from test_trainer import POISON, make_poisoned, poison, trained
 from tiny_run import metrics
 from whole_runs import same_bits, saved, tiny, with_servers
 
-from jaxpar.config import CheckFailed, Config
+from jaxpar.config import CheckFailed, Config, InputError
 from jaxpar.data.sources import open_data
 from jaxpar.parameter_server import run
 from jaxpar.parameter_server.coordinator import Coordinator
@@ -298,3 +298,9 @@ def test_a_run_ends_when_ray_itself_is_dead(answer: Callable[[], Any], tmp_path:
     with pytest.raises(CheckFailed, match=r"Ray itself died on this machine.*starts it anew and begins again"):
         with_servers(tmp_path)
     assert time.monotonic() - began < 30
+
+
+def test_more_servers_than_arrays_are_refused_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "cluster", lambda address: pytest.fail("Ray was started"))
+    with pytest.raises(InputError, match=r"servers 99 ≤ 12, the number of the model's parameter arrays"):
+        run.train(tiny(tmp_path, "train.data_parallel=parameter_server", "parameter_server.servers=99"))

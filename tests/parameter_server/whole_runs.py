@@ -14,10 +14,11 @@ from jaxpar.config import Config, load_config
 from jaxpar.data.examples import TrainExamples
 from jaxpar.data.sources import open_data
 from jaxpar.data.windows import Rows
-from jaxpar.mesh import start
+from jaxpar.mesh import start, use_config_dtypes
 from jaxpar.names import Named, named, nested
 from jaxpar.parameter_server.run import train_with
 from jaxpar.parameter_server.slices import Slices
+from jaxpar.parameter_server.whole import Whole
 from jaxpar.step import MakeModel
 
 MakeInProcess = Callable[[Config, Sequence[Slices], Path], InProcess]
@@ -58,7 +59,9 @@ def with_servers(
     )
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes=False)
-    train_with(config, open_data(config, run_dir / "tokens"), make_actors, make_model)
+    data = open_data(config, run_dir / "tokens")
+    use_config_dtypes(config)
+    train_with(config, Whole(config, make_model), data, make_actors)
     return config
 
 
