@@ -22,6 +22,7 @@ from test_trainer import POISON, make_poisoned, poison, trained
 from tiny_run import metrics
 from whole_runs import same_bits, saved, tiny, with_servers
 
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import CheckFailed, Config, InputError
 from jaxpar.data.sources import open_data
 from jaxpar.parameter_server import run
@@ -304,3 +305,17 @@ def test_more_servers_than_arrays_are_refused_before_ray_starts(tmp_path: Path, 
     monkeypatch.setattr(run, "cluster", lambda address: pytest.fail("Ray was started"))
     with pytest.raises(InputError, match=r"servers 99 ≤ 12, the number of the model's parameter arrays"):
         run.train(tiny(tmp_path, "train.data_parallel=parameter_server", "parameter_server.servers=99"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_checkpoint_is_ahead_of_the_metrics(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that is killed right after a save goes on from it, and every step is in metrics.jsonl."""
+    save, written = Checkpoints.save, []
+
+    def noting(self: Checkpoints, step: int, *args: Any, **kwargs: Any) -> None:
+        written.append((step, metrics(tmp_path / "run")[-1]["step"]))
+        save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoints, "save", noting)
+    with_servers(tmp_path, *PAUSES, f"parameter_server.mode={mode}")
+    assert written == [(5, 5), (10, 10), (STEPS, STEPS)]
