@@ -66,6 +66,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str,
     if kind == "qwen3":
         model.setdefault("head_dim", 128)  # transformers, Qwen3Config
     notes = _window(model, values, origin) + _rotary(model, values, origin)
+    if values.get("quantization_config"):
+        notes += ("quantization_config is left out: in training weights have train.param_dtype.",)
     return model, notes
 
 

@@ -72,6 +72,11 @@ class Workload:
         """B · T."""
         return self.global_batch * self.sequence_length
 
+    @property
+    def batch_as_given(self) -> str:
+        """The batch by the names that a user may have given it by, for errors."""
+        return f"train.global_batch {self.global_batch} (--global-batch-tokens {self.tokens_per_step})"
+
     def sequences_per_microbatch(self, layout: Layout) -> int:
         """Sequences in one microbatch of one replica; data · microbatches must divide the batch."""
         return self.global_batch // (layout.data * layout.microbatches)

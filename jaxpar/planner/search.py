@@ -117,7 +117,7 @@ def search(
     crossing = [] if tensor_across_hosts else sorted({t for _, _, t in meshes if not space.inside_host(t)})
     if all(tensor in crossing for _, _, tensor in meshes):
         raise InputError(
-            f"train.global_batch {workload.global_batch}: every layout on {cluster.devices} devices that divides it "
+            f"{workload.batch_as_given}: every layout on {cluster.devices} devices that divides it "
             f"has groups over tensor that span hosts. Allow them with --tensor-across-hosts, or use a batch of "
             f"{space.nearest_batch(workload.global_batch, inside_hosts=True)} sequences."
         )

@@ -160,7 +160,7 @@ class Space:
         replicas = self._replicas()
         legal = _multiples(batch, replicas)
         return (
-            f"train.global_batch {batch}: no layout on {devices} devices can divide {batch} sequences "
+            f"{self.workload.batch_as_given}: no layout on {devices} devices can divide {batch} sequences "
             f"over its replicas, which can be {', '.join(map(str, replicas))}. Use {nearest(legal, batch)} "
             f"sequences ({nearest([count * tokens for count in legal], batch * tokens)} tokens).{self._refused()}"
         )

@@ -95,6 +95,8 @@ def test_hugging_face_fields(tmp_path: Path):
     qwen3 = read(write(tmp_path, QWEN3)).config.model
     assert (qwen3.head_dim, qwen3.rope_theta) == (128, 1e6)  # transformers' default; a whole number in the file
     assert parameter_count(qwen3) == 596_049_920  # its model card: 0.6B
+    (note,) = read(write(tmp_path, QWEN3 | {"quantization_config": {"quant_method": "fp8"}})).notes
+    assert note == "quantization_config is left out: in training weights have train.param_dtype."
     mistral = QWEN3 | {"model_type": "mistral", "sliding_window": 4096}
     assert read(write(tmp_path, mistral)).config.model.sliding_window == 4096
     unused = QWEN3 | {"sliding_window": 4096, "use_sliding_window": False}

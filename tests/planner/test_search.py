@@ -145,7 +145,10 @@ def test_a_batch_that_only_tensor_across_hosts_divides():
 
 
 def test_a_batch_that_no_layout_divides():
-    with pytest.raises(InputError, match=r"global_batch 7: .* 2, 4, 8.*Use 6 or 8 sequences \(12288 or 16384 tokens\)"):
+    with pytest.raises(
+        InputError,
+        match=r"7 .--global-batch-tokens 14336.: .* 2, 4, 8.*Use 6 or 8 sequences \(12288 or 16384 tokens\)",
+    ):
         search(*task("layers=1,hidden=1024,heads=4,ffn=64,vocab=512", "1xh100x8", global_batch=7), ask=STAND_IN)
     with pytest.raises(InputError, match=r"Use 2 sequences"):
         search(*task("layers=1,hidden=1024,heads=4,ffn=64,vocab=512", "1xh100x8", global_batch=1), ask=STAND_IN)
