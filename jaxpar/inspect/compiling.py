@@ -94,6 +94,8 @@ def compile_step(
         config = config.model_copy(update={"model": model})
         notes = ("attention is XLA's here: cuDNN's, which a run may use, needs less memory and cannot be compiled for",)
     program = build(config, mesh, make_model)
+    if config.grad_reduce.algorithm == "auto" and config.mesh.data > 1:
+        notes += (f"gradients are reduced by {program.grad_reduce.reason}",)
     batch = abstract_batch(config, program)
     start = time.monotonic()
     lowered = program.train_step.lower(program.abstract_state, batch)

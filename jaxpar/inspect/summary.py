@@ -80,7 +80,7 @@ class Report:
         lower_bound: on the time of a step; None where the device is not known.
         trace_seconds: time to trace; None where that was done elsewhere.
         compile_seconds: time to compile; None likewise.
-        notes: what had to be assumed.
+        notes: what had to be assumed or was chosen.
     """
 
     target: str

@@ -275,6 +275,10 @@ class Coordinator:
             self.staleness[update.staleness] -= 1
             self.reported = min(self.reported, update.step)
         names = ", ".join(map(str, replaced))
-        who = f"server{'s' * (len(replaced) > 1)} {names} died" if replaced else "a server did not answer for a while"
+        who = (
+            f"server{'s' * (len(replaced) > 1)} {names} died or stood still"
+            if replaced
+            else "a server did not answer for a while"
+        )
         text = f"{who}; all are back at version {self.version}, {lost} updates before, after {seconds:.2f} s"
         self._report("server_restored", text, servers=replaced, version=self.version, lost=lost, seconds=seconds)

@@ -91,6 +91,14 @@ def test_communication_of_the_train_step_in_closed_form(layout, microbatches, se
     assert report.flops_per_step == BATCH * T * flops_per_token(settings.model, T)
 
 
+def test_the_reduction_that_auto_chooses_is_said():
+    settings = config((8, 1))
+    auto = settings.model_copy(update={"grad_reduce": settings.grad_reduce.model_copy(update={"algorithm": "auto"})})
+    (note,) = inspect.compile_step(auto).report.notes
+    assert note == ("gradients are reduced by native: there is no model of this machine, and no measured table")
+    assert inspect.compile_step(settings).report.notes == []
+
+
 @pytest.mark.slow
 def test_communication_of_the_train_step_on_h100():
     report = inspect.compile_step(config((2, 4), microbatches=2, compute_dtype="bfloat16"), "h100:8").report
