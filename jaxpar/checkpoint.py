@@ -14,11 +14,7 @@ for its name is complete, and older steps are deleted only after that.
 
 import dataclasses
 import json
-import os
-import re
 import shutil
-from collections.abc import Iterator
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS, ESTALE
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -30,6 +26,7 @@ from rich.filesize import decimal
 
 import jaxpar
 from jaxpar.config import InputError
+from jaxpar.disk_errors import disk_reason
 from jaxpar.names import Named, like, named, nested
 from jaxpar.orbax_log import quieten_orbax
 
@@ -37,9 +34,6 @@ SCHEMA_VERSION = 1
 """Raised when a checkpoint's names or meaning change, so that an older jaxpar refuses it instead of misreading it."""
 
 NAMES_SHOWN = 6
-
-# What a user or administrator can put right: disk full, file too large, over quota, read-only, forbidden, gone, broken.
-DISK_ERRORS = {EACCES, EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS, ESTALE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +253,7 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> NoReturn:
         """Bring folder and manager back to the last finished checkpoint, and raise what the user can act on."""
-        reason = _disk_reason(error)
+        reason = disk_reason(error)
         self._remove_unfinished()
         if self._manager is not None:
             self._manager.reload()  # it has already taken the failed step in and the oldest out
@@ -310,20 +304,3 @@ def _check_fits(stored: dict[str, str], wanted: dict[str, str], path: Path) -> N
             f"The checkpoint {path} does not fit this config. {'; '.join(said)}. Go on with the model and optimizer "
             f"sections that wrote it (config.yaml in the run folder), or start afresh in another train.run_dir."
         )
-
-
-def _disk_reason(error: BaseException) -> str | None:
-    """The operating system's reason, if that is what stopped the write. TensorStore puts its number into the text."""
-    for link in _chain(error):
-        number = link.errno if isinstance(link, OSError) else None
-        if number is None and (match := re.search(r"os_error_code='(\d+)'", str(link))):
-            number = int(match.group(1))
-        if number in DISK_ERRORS:
-            return os.strerror(number).lower()
-    return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

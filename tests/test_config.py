@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar.config import Config, InputError, ModelConfig, Source, blocks_resume, differences, load_config
+from jaxpar.config.nearest import divisors, multiples, nearest
 from jaxpar.config.root import KEYS, RESUME_KEYS
-from jaxpar.config.rules import divisors, multiples, nearest
 from jaxpar.config.sections import RematName
 from jaxpar.config.yaml12 import dump, load
 

@@ -22,7 +22,7 @@ ROWS = [
     ["gradients"],
     ["step"],
     ["data"],
-    ["names", "orbax_log", "checkpoint", "hf"],
+    ["names", "orbax_log", "disk_errors", "checkpoint", "hf"],
     ["metrics", "console"],
     ["inspect"],
     ["verify", "drift"],

@@ -6,10 +6,11 @@ Rules about an axis of -1 wait until the axis is known (`Config.resolve_mesh`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxpar.config.architectures import ARCHITECTURES
+from jaxpar.config.nearest import divisors, multiples, nearest
 
 if TYPE_CHECKING:
     from jaxpar.config.root import Config
@@ -17,39 +18,6 @@ if TYPE_CHECKING:
 
 BYTE_VOCAB_SIZE = 257
 """Tokens of the byte tokenizer: 256 bytes and the end of a document."""
-
-
-def multiples(value: int, of: int) -> str:
-    """The multiples of `of` next to `value`, for people.
-
-    Example:
-        >>> multiples(18, of=8), multiples(3, of=8)
-        ('16 or 24', '8')
-    """
-    below = value // of * of
-    return f"{below} or {below + of}" if below else f"{of}"
-
-
-def nearest(legal: Iterable[int], value: int) -> str:
-    """The legal numbers next to `value`, for people.
-
-    Example:
-        >>> nearest([1, 2, 4, 8], 3), nearest([1, 2, 4, 8], 11)
-        ('2 or 4', '8')
-    """
-    below, above = [n for n in legal if n <= value], [n for n in legal if n > value]
-    return " or ".join(str(n) for n in sorted(below)[-1:] + sorted(above)[:1])
-
-
-def divisors(value: int) -> list[int]:
-    """All divisors of `value`.
-
-    Example:
-        >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
-    return sorted({*small, *(value // d for d in small)})
 
 
 def open_axis(mesh: MeshConfig, devices: int) -> dict[str, int]:

@@ -16,7 +16,8 @@
 | `update` | an update that was made |
 | `together` | several pieces of work at a time |
 | `whole` | the whole state, cut over servers and put together |
-| `run` | a whole run: data, metrics, evaluations, checkpoints; `report`: what it says at start and end |
+| `step_log` | the numbers of steps, on their way to metrics.jsonl |
+| `run` | a whole run: data, evaluations, checkpoints; `report`: what it says at start and end |
 
 Server and worker are plain classes that know nothing of Ray; `coordinator` calls them as Ray actors.
 """

@@ -29,12 +29,11 @@ from jaxpar.layers.layout import STACK
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.models.protocol import Remat, Use, checkpointed, outside_stack
+from jaxpar.pipeline import slots
 from jaxpar.pipeline.schedules import Phase, Schedule
 from jaxpar.pipeline.stacking import Stacking
 
 Tree = Any
-IDLE = 0.0
-"""What buffers hold before anything real is in them. Nothing may depend on it: a test puts NaN here."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class _Run:
         M = self.table.microbatches
         self.batch = jax.tree.map(lambda x: x.reshape(M, self.replica_rows // M, *x.shape[1:]), batch)
         x = _zeros_of(lambda: self.embed(self.rest, jnp.int32(0)))
-        self.first_x = varying(x, PIPE) + IDLE
+        self.first_x = varying(x, PIPE) + slots.IDLE
         self.no_loss = _zeros_of(lambda: self.head_loss(self.rest, x, jnp.int32(0)))
 
     # ---------------------------------------------------------------- the model's pieces
@@ -169,7 +168,7 @@ class _Run:
         (m, k), slot = row["forward"][self.stage_index], row["forward_slot"][self.stage_index]
         x = self.stage_input(c, row)
         y, kept = self.when(m >= 0, lambda: self.vjp(k, m, x))
-        return y, _write(c["ring"], kept, slot)
+        return y, slots.write(c["ring"], kept, slot)
 
     def stage_input(self, c: Tree, row: Tree) -> jax.Array:
         """What this stage's forward starts from: the embedding, or what the stage before has sent."""
@@ -183,7 +182,7 @@ class _Run:
         (m, k), slot = row["backward"][self.stage_index], row["backward_slot"][self.stage_index]
 
         def work() -> tuple[Tree, jax.Array]:
-            params, kept = jax.tree.leaves(self.chunk(k)), iter(_read(ring, slot))
+            params, kept = jax.tree.leaves(self.chunk(k)), iter(slots.read(ring, slot))
             leaves = [next(kept) if i is None else params[i] for i in self.pull_params]
             return jax.tree.unflatten(self.pull_structure, leaves)(gy)
 
@@ -200,7 +199,7 @@ class _Run:
         """The microbatch that leaves the pipeline: its loss, and the gradients of head and activations, or zeros."""
         m, slot = row["backward"][-1, 0], row["output_read"]
         last = self.stage_index == self.table.stages - 1
-        x = psum(jnp.where(last & (slot >= 0), _read(outputs, slot)[0], 0), PIPE)
+        x = psum(jnp.where(last & (slot >= 0), slots.read(outputs, slot)[0], 0), PIPE)
         loss, (rest, gx) = self.when(
             slot >= 0, lambda: jax.value_and_grad(self.head_loss, argnums=(0, 1))(self.rest, x, m)
         )
@@ -221,7 +220,7 @@ class _Run:
         gy = shift(c["gx"], PIPE, -1) if phase.backward else c["gx"]
         if phase.forward:
             y, new["ring"] = self.forward(c, row)
-            new["outputs"] = _write(c["outputs"], [y], row["output_written"])
+            new["outputs"] = slots.write(c["outputs"], [y], row["output_written"])
             new["act"] = shift(y, PIPE, 1)
         if phase.backward:
             if head:
@@ -250,13 +249,13 @@ class _Run:
     def rows(self) -> dict[str, np.ndarray]:
         """The table, tick by tick. Idle forwards write where nothing is; only an idle read is -1."""
         t = self.table
-        stages = [_idle_slots(t.forward_slot[:, s], t.backward_slot[:, s]) for s in range(t.stages)]
+        stages = [slots.idle_slots(t.forward_slot[:, s], t.backward_slot[:, s]) for s in range(t.stages)]
         return {
             "forward": t.forward,
             "backward": t.backward,
             "forward_slot": np.stack(stages, axis=1),
             "backward_slot": t.backward_slot,
-            "output_written": _idle_slots(*t.output_slot.T),
+            "output_written": slots.idle_slots(*t.output_slot.T),
             "output_read": t.output_slot[:, 1],
         }
 
@@ -268,8 +267,8 @@ class _Run:
         c = {
             "act": self.first_x,
             "gx": self.first_x,
-            "ring": _buffers(kept, rows["forward_slot"].max() + 1),
-            "outputs": _buffers([self.first_x], rows["output_written"].max() + 1),
+            "ring": slots.buffers(kept, rows["forward_slot"].max() + 1),
+            "outputs": slots.buffers([self.first_x], rows["output_written"].max() + 1),
             "loss": self.no_loss,
             "blocks": jax.tree.map(accumulator, self.blocks),
             "rest": jax.tree.map(accumulator, self.rest),
@@ -321,38 +320,3 @@ def _of_kind(new: Tree, old: Tree) -> Tree:
 
 def _add(total: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
-
-
-def _idle_slots(written: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """The slots written in each tick, -1 (idle) replaced by the lowest slot that holds nothing then.
-
-    Args:
-        written: i32[ticks], in the order of the ticks.
-        read: i32[ticks]; a slot is free from the tick after it was read.
-    """
-    filled, live = written.copy(), set()
-    for tick, (new, old) in enumerate(zip(written.tolist(), read.tolist(), strict=True)):
-        live |= {new} - {-1}
-        if new < 0:
-            filled[tick] = next(slot for slot in range(len(live) + 1) if slot not in live)
-        live -= {old}
-    return filled
-
-
-def _buffers(kinds: list[jax.Array], slots: int) -> list[jax.Array]:
-    """Ring buffers for arrays of these kinds."""
-
-    def buffer(a: jax.Array) -> jax.Array:
-        fill = IDLE if jnp.issubdtype(a.dtype, jnp.floating) else 0
-        return varying(jnp.full((slots, *a.shape), fill, a.dtype), tuple(varying_axes(a) | {PIPE}))
-
-    return [buffer(a) for a in kinds]
-
-
-def _write(buffers: list[jax.Array], values: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_update_index_in_dim(b, v, slot, 0) for b, v in zip(buffers, values, strict=True)]
-
-
-def _read(buffers: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """Read a slot; what -1 gives must not be used."""
-    return [lax.dynamic_index_in_dim(b, jnp.maximum(slot, 0), 0, keepdims=False) for b in buffers]

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from jaxpar.config import Config, InputError, MeshConfig
-from jaxpar.config.rules import divisors, nearest, problems
+from jaxpar.config.nearest import divisors, nearest
+from jaxpar.config.rules import problems
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.words import mesh

@@ -14,7 +14,7 @@ from jaxpar import verify
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.collectives.reduction import Reduction
 from jaxpar.gradients import in_block_view, partition_of
-from jaxpar.pipeline import executor
+from jaxpar.pipeline import slots
 from jaxpar.pipeline.stacking import Stacking
 from jaxpar.step import abstract_batch
 from jaxpar.zero import Replicas, Zero
@@ -88,7 +88,7 @@ def test_idle_work_touches_nothing(schedule, chunks, garbage, monkeypatch):
     parallel = {"schedule": schedule, "chunks": chunks, "microbatches": 5, "idle": "compute"}
     settings = config((2, 4, 1), model={"num_hidden_layers": 9}, parallel=parallel, train={"global_batch": 20})
     want = loss_and_grads(settings)
-    monkeypatch.setattr(executor, "IDLE", garbage)
+    monkeypatch.setattr(slots, "IDLE", garbage)
     got = loss_and_grads(settings)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)

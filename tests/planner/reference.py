@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.rules import divisors
+from jaxpar.config.nearest import divisors
 from jaxpar.planner.formulas import gpt_flops
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.measured import Row

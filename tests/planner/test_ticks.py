@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from jaxpar.pipeline.executor import _idle_slots
 from jaxpar.pipeline.schedules import SCHEDULES, make_schedule
+from jaxpar.pipeline.slots import idle_slots
 from jaxpar.planner.ticks import Ticks, _slots, ticks
 
 
@@ -24,13 +24,13 @@ def test_counts_are_the_table_s(name: str):
         table = make_schedule(name, stages, microbatches, chunks)
         lengths = {phase: phase.stop - phase.start for phase in table.phases}
         heads = [p for p in table.phases if (table.output_slot[p.start : p.stop, 1] >= 0).any()]
-        written = [_idle_slots(table.forward_slot[:, s], table.backward_slot[:, s]).max() for s in range(stages)]
+        written = [idle_slots(table.forward_slot[:, s], table.backward_slot[:, s]).max() for s in range(stages)]
         expected = Ticks(
             forward=sum(length for phase, length in lengths.items() if phase.forward),
             backward=sum(length for phase, length in lengths.items() if phase.backward),
             both=sum(length for phase, length in lengths.items() if phase.forward and phase.backward),
             head=sum(lengths[phase] for phase in heads),
             slots=max(written) + 1,
-            outputs=_idle_slots(*table.output_slot.T).max() + 1,
+            outputs=idle_slots(*table.output_slot.T).max() + 1,
         )
         assert ticks(name, stages, microbatches, chunks) == expected, (stages, microbatches, chunks)
