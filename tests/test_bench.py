@@ -99,6 +99,12 @@ def test_measured_multiplications_make_a_cluster_for_the_planner(tmp_path, monke
     assert found.device.memory_bytes > 1e8
     with pytest.raises(InputError, match=r"must be a \.yaml file"):
         matmul.run(output=tmp_path / "here.json")
+    monkeypatch.setattr(matmul, "measure", lambda: pytest.fail("it was measured"))
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "mine.yaml").write_text("mine\n")
+    for name, said in (("folder.yaml", "is a folder"), ("mine.yaml", "jaxpar did not write it")):
+        with pytest.raises(InputError, match=said):
+            matmul.run(output=tmp_path / name)
 
 
 def test_collectives_are_measured_for_the_choice_of_one(capsys, monkeypatch, tmp_path):

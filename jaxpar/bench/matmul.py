@@ -15,9 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxpar import mesh
-from jaxpar.config import InputError
 from jaxpar.hardware import SHARE_OF_PEAK, Device, find
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.output import check_cluster_file, sealed
 
 SIZES = tuple(2**n for n in range(7, 15))
 """Rows and columns of the matrices: 128 to 16,384."""
@@ -119,10 +119,10 @@ def run(*, output: Path | None = None, as_json: bool = False) -> None:
         as_json: JSON instead of a table.
 
     Raises:
-        InputError: when the file cannot be written there.
+        InputError: when the file cannot be written there, or holds something else.
     """
-    if output and (output.suffix not in (".yaml", ".yml") or not output.parent.is_dir()):
-        raise InputError(f"--output {output}: must be a .yaml file in a folder that is there.")
+    if output:
+        check_cluster_file(output)
     if mesh._gpu_plugin_without_driver():
         mesh.stay_on_cpu()
     kind = jax.local_devices()[0].device_kind
@@ -135,7 +135,7 @@ def run(*, output: Path | None = None, as_json: bool = False) -> None:
             progress.update(task, completed=done, description=f"{row['dtype']} {row['size']}")
     if output:
         comment = f"# Measured by `jaxpar bench matmul` on {kind}. For `jaxpar plan --cluster {output}`; set hosts.\n"
-        output.write_text(comment + cluster(rows).to_yaml(), encoding="utf-8")
+        output.write_text(sealed(comment + cluster(rows).to_yaml()), encoding="utf-8")
     if as_json:
         print(json.dumps({"device": kind, "rows": rows}))
         return

@@ -53,22 +53,26 @@ class RopeScaling(Section):
     """Sequence length of the pretraining, in tokens, at least 1."""
 
 
+LARGEST = 2**31 - 1
+"""Of a size: what indices of 32 bits reach."""
+
+
 class ModelConfig(Section):
     """The transformer, in Hugging Face's names."""
 
     architecture: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
     """The named architecture: llama, mistral, qwen2, qwen3 or gpt2."""
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=LARGEST)
     """Number of tokens, at least 1; 257 or more with the byte tokenizer."""
     vocab_multiple: int = Field(default=128, ge=1)
     """Embedding and head are padded to a multiple of this many rows, at least 1; padding gets no probability."""
-    hidden_size: int = Field(ge=1)
+    hidden_size: int = Field(ge=1, le=LARGEST)
     """Width of the residual stream, at least 1."""
-    intermediate_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1, le=LARGEST)
     """Width of the feed-forward layer, at least 1."""
-    num_hidden_layers: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, le=LARGEST)
     """Number of blocks, at least 1."""
-    num_attention_heads: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1, le=LARGEST)
     """Number of query heads, at least 1."""
     num_key_value_heads: int = Field(default_factory=lambda data: data["num_attention_heads"], ge=1)
     """Number of key and value heads, a divisor of num_attention_heads; default: num_attention_heads."""
@@ -248,9 +252,10 @@ class ParameterServerConfig(Section):
     is refused."""
     min_workers: int = Field(default=1, ge=1)
     """Workers below which the run waits for others, from 1 to workers."""
-    worker_timeout_seconds: float = Field(default=300.0, gt=0)
-    """Seconds without an answer after which a worker or server counts as dead and is replaced, above 0; at least the
-    time of a share, compilation apart."""
+    worker_timeout_seconds: float = Field(default=300.0, gt=0, le=86400)
+    """Seconds without an answer after which a worker or server that has started counts as dead and is replaced, above 0
+    and at most 86,400; at least the time of a share. A worker with two shares at a time, as in async mode with
+    max_staleness ≥ 2 × workers - 1, has twice as long."""
     snapshot_every: int = Field(default=10, ge=1)
     """Steps between the servers' snapshots, to which all go back when one dies, at least 1."""
     ray_address: str | None = Field(default=None, min_length=1)

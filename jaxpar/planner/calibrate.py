@@ -47,6 +47,17 @@ def fastest(row: Row, cluster: Cluster, system: System | None) -> tuple[Foreign,
     return min(found, key=lambda item: item[0].memory_bytes)
 
 
+def told(rows: Sequence[Row], cluster: Cluster, system: System | None = None) -> tuple[str, ...]:
+    """The factors of `FACTORS` that some measured run feels: runs within one host tell nothing of the network."""
+    ran = [row for row in rows if row.seconds]
+
+    def seconds(name: str, value: float) -> list[float]:
+        changed = replace(cluster, efficiency=replace(cluster.efficiency, **{name: value}))
+        return [fastest(row, changed, system)[0].seconds for row in ran]
+
+    return tuple(name for name in FACTORS if seconds(name, BOUNDS[name][0]) != seconds(name, BOUNDS[name][1]))
+
+
 def fit(
     rows: Sequence[Row], cluster: Cluster, system: System | None = None, factors: Sequence[str] = FACTORS
 ) -> Cluster:
@@ -135,7 +146,7 @@ class Evaluation:
         median_error: likewise.
         p90_error: its 90th percentile.
         held_up: share of runs that took more than `HELD_UP` times the predicted time.
-        mean_error_of_others: mean error without those.
+        mean_error_of_others: mean error without those; 0 where there are no others.
         impossible: share of runs that ended and are predicted not to fit.
         cells: for each model and number of hosts.
     """
@@ -195,7 +206,7 @@ def evaluate(rows: Sequence[Row], cluster: Cluster, system: System | None = None
         median_error=float(np.median(errors)),
         p90_error=float(np.quantile(errors, 0.9)),
         held_up=float(slow.mean()),
-        mean_error_of_others=float(errors[~slow].mean()),
+        mean_error_of_others=float(errors[~slow].mean()) if not slow.all() else 0.0,
         impossible=float(1 - fits.mean()),
         cells=tuple(cells),
     )

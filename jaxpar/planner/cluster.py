@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from jaxpar.config import InputError
+from jaxpar.config import InputError, yaml12
 from jaxpar.hardware import DEVICES, Device
 from jaxpar.planner.limits import check_devices
 
@@ -121,7 +121,7 @@ class Cluster:
             values["datasheet"] = {name: getattr(self.device, name) for name in ("source", *DATASHEET)}
         if self.matmul:
             values["matmul"] = {dtype: [list(point) for point in points] for dtype, points in self.matmul.items()}
-        return yaml.safe_dump(values, sort_keys=False)
+        return yaml12.dump(values)
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -159,7 +159,7 @@ def _device(name: str, where: str) -> Device:
 
 def _from_file(path: str) -> Cluster:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml12.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--cluster {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
     except (yaml.YAMLError, ValueError) as error:  # the latter: no such date, a number of thousands of digits

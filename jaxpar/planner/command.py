@@ -1,6 +1,8 @@
 """What `jaxpar plan` does."""
 
 import importlib.util
+import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +14,10 @@ from jaxpar.planner import explain, fitting, written
 from jaxpar.planner.attention import COMPILED_WITH, attention_of
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.layout import Workload
-from jaxpar.planner.limits import check_layers, check_tokens
+from jaxpar.planner.limits import check_model, check_tokens
 from jaxpar.planner.measured import STUDY
 from jaxpar.planner.model import Given, count, read
-from jaxpar.planner.output import check_output
+from jaxpar.planner.output import check_output, check_replaceable
 from jaxpar.planner.plan import make_plan
 from jaxpar.planner.space import Space
 
@@ -58,7 +60,7 @@ def run(
     _check_files(model, plot_file, config_file)
     machines = parse_cluster(cluster)
     given = read(model, count(sequence_length, "--seq") if sequence_length else None)
-    check_layers(given.config.model.num_hidden_layers)
+    check_model(given.config.model)
     wanted = count(global_batch_tokens, "--global-batch-tokens") if global_batch_tokens else None
     given = _with_batch(given, machines, wanted, tensor_across_hosts)
     workload = _workload(given.config)
@@ -141,6 +143,8 @@ def _workload(config: Config) -> Workload:
         train.compute_dtype,
         config.optimizer.name,
         attention_of(config),
+        config.grad_reduce.wire_dtype,
+        config.parallel.layer_costs,
     )
 
 
@@ -156,10 +160,10 @@ def _with_batch(given: Given, cluster: Cluster, wanted: int | None, tensor_acros
     notes = given.notes
     if over:
         space = Space(given.config, _workload(given.config), cluster)
-        sequences = space.nearest_batch(wanted / length, inside_hosts=not tensor_across_hosts)
+        sequences = space.round_batch(wanted / length, inside_hosts=not tensor_across_hosts)
         notes += (
             f"{wanted:,} tokens are {wanted / length:,.2f} sequences of {length:,}; planned with {sequences:,} "
-            f"sequences, {sequences * length:,} tokens, which {cluster.devices} devices divide.",
+            f"sequences, {sequences * length:,} tokens, which {math.gcd(sequences, cluster.devices)} replicas divide.",
         )
     values = given.config.model_dump(mode="json")
     values["train"]["global_batch"] = sequences
@@ -174,4 +178,10 @@ def _check_files(model: str, plot_file: Path | None, config_file: Path | None) -
             raise InputError(f"--plot {plot_file}: must end in .png, .svg or .pdf.")
         check_output("--plot", plot_file)
     if config_file:
-        written.check_target(config_file, model)
+        if os.path.exists(model) and config_file.exists() and config_file.samefile(model):
+            raise InputError(
+                f"--write {config_file}: is the MODEL itself, which stays as it is. Write to another file."
+            )
+        if plot_file and plot_file.resolve() == config_file.resolve():
+            raise InputError(f"--write {config_file}: is the file of --plot, too. Name two files.")
+        check_replaceable("--write", config_file)

@@ -61,7 +61,9 @@ class TimeParts:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def step_seconds(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, height: int) -> TimeParts:
+def step_seconds(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, height: int, pace: float | None = None
+) -> TimeParts:
     """Time of a step.
 
     Args:
@@ -70,9 +72,12 @@ def step_seconds(model: ModelConfig, layout: Layout, workload: Workload, cluster
         workload: the batch and the dtypes.
         cluster: the machines.
         height: layers of the largest part (`jaxpar.pipeline.partition`).
+        pace: time of the slowest part, in mean layers; None: they all cost the same.
     """
     b, T, M = workload.sequences_per_microbatch(layout), workload.sequence_length, layout.microbatches
     table, rows = runs(layout, height)
+    if layout.pipe > 1:
+        rows = rows if pace is None else pace
     forward, backward, weights = _part(model, layout, workload, cluster, rows)
     head = sum(head_seconds(model, b, T, layout.pipe * layout.tensor, workload.compute_dtype, cluster))
     own = M * layout.chunks * (forward + backward) + M * head
@@ -92,7 +97,7 @@ def step_seconds(model: ModelConfig, layout: Layout, workload: Workload, cluster
 
 
 def _part(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, rows: int
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, rows: float
 ) -> tuple[float, float, float]:
     """Forward and backward of a part on one microbatch, and of the backward the weights' gradients."""
     b, T = workload.sequences_per_microbatch(layout), workload.sequence_length

@@ -1,7 +1,7 @@
 """What `jaxpar plan --fit` does: from measured layouts to a file that `--cluster` takes."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.config import InputError, ModelConfig
-from jaxpar.planner.calibrate import EAGER, FACTORS, Evaluation, evaluate, fit
+from jaxpar.planner.calibrate import EAGER, FACTORS, Evaluation, evaluate, fit, told
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.measured import STUDY, read_rows
-from jaxpar.planner.output import check_output
+from jaxpar.planner.output import check_cluster_file, sealed
 from jaxpar.planner.systems import SYSTEMS
 
 
@@ -42,29 +42,35 @@ def run(
         near = difflib.get_close_matches(system, SYSTEMS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise InputError(f"system {system} is not known: must be one of {', '.join(SYSTEMS)}.{hint}")
-    if output.suffix not in (".yaml", ".yml") or not output.parent.is_dir():
-        raise InputError(f"{output}: must be a .yaml file in a folder that is there.")
-    check_output("--output", output)
+    check_cluster_file(output)
     start = parse_cluster(cluster)
     rows = read_rows(measured, models, sequence_length=sequence_length, per_host=start.per_host)
+    given = start.efficiency
     if SYSTEMS[system] is not None:
         start = replace(start, efficiency=EAGER)
-    found = fit(rows, start, SYSTEMS[system])
+    factors = told(rows, start, SYSTEMS[system])
+    untold = {name: getattr(given, name) for name in FACTORS if name not in factors}
+    start = replace(start, efficiency=replace(start.efficiency, **untold))
+    found = fit(rows, start, SYSTEMS[system], factors)
     judged = evaluate(rows, found, SYSTEMS[system])
     comment = (
-        f"# {', '.join(FACTORS)}: fitted by `jaxpar plan --fit` to {judged.rows} runs of {system} in {measured.name}.\n"
+        f"# {', '.join(factors)}: fitted by `jaxpar plan --fit` to {judged.rows} runs of {system} in {measured.name}.\n"
         f"# Error of tokens per second: {judged.median_error:.1%} in the median; {judged.held_up:.0%} of the runs took "
         f"over twice as long as predicted, the others' mean error is {judged.mean_error_of_others:.1%}.\n"
     )
-    output.write_text(comment + found.to_yaml(), encoding="utf-8")
-    show(found, judged, output)
+    if untold:
+        comment += f"# {', '.join(untold)}: as given; no run depends on them.\n"
+    output.write_text(sealed(comment + found.to_yaml()), encoding="utf-8")
+    show(found, judged, output, tuple(untold))
     return found, judged
 
 
-def show(found: Cluster, judged: Evaluation, output: Path) -> None:
+def show(found: Cluster, judged: Evaluation, output: Path, untold: Sequence[str] = ()) -> None:
     """Print factors and errors."""
     console = Console()
-    console.print("  ".join(f"{name} {getattr(found.efficiency, name):.4g}" for name in FACTORS))
+    console.print("  ".join(f"{name} {getattr(found.efficiency, name):.4g}" for name in FACTORS if name not in untold))
+    if untold:
+        console.print(f"no run depends on {', '.join(untold)}: as given")
     table = Table(title=f"{judged.rows} measured runs")
     for column in ("model", "hosts", "runs", "mean error", "Kendall's τ", "regret"):
         table.add_column(column, justify="left" if column == "model" else "right")

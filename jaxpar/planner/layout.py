@@ -53,6 +53,8 @@ class Workload:
         compute_dtype: of the arithmetic, `train.compute_dtype`.
         optimizer: `optimizer.name`.
         attention: `"flash"` (cuDNN's) or `"xla"`, which writes out the scores of all pairs of tokens.
+        wire_dtype: of gradients on the wire, `grad_reduce.wire_dtype`; None: as they are.
+        layer_costs: what each layer costs in any one unit, `parallel.layer_costs`; None: all the same.
 
     Example:
         >>> workload = Workload(sequence_length=4096, global_batch=256)
@@ -66,6 +68,8 @@ class Workload:
     compute_dtype: str = "bfloat16"
     optimizer: str = "adamw"
     attention: str = "flash"
+    wire_dtype: str | None = None
+    layer_costs: tuple[float, ...] | None = None
 
     @property
     def tokens_per_step(self) -> int:

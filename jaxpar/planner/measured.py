@@ -9,6 +9,7 @@ empty `tok_s_gpu` means that the run did not fit or crashed. `model` is a name i
 """
 
 import csv
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +88,14 @@ def read_rows(
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
+            table = csv.DictReader(file)
+            lines = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--fit {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
-    missing = [name for name in COLUMNS if not lines or name not in lines[0]]
-    if missing:
+    if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
         raise InputError(f"--fit {path}: lacks {', '.join(missing)}. The columns are {', '.join(COLUMNS)}.")
+    if not lines:
+        raise InputError(f"--fit {path}: has columns and no run below them.")
     return list(_rows(str(path), lines, models, sequence_length, sequence_parallel, per_host))
 
 
@@ -138,9 +141,11 @@ def _rows(
 
 
 def _whole(where: str, line: Mapping[str, str], name: str) -> int:
+    if line[name] is None:
+        raise InputError(f"{where}: ends before {name}.")
     try:
         value = int(line[name])
-    except (TypeError, ValueError):
+    except ValueError:
         raise InputError(f"{where}: {name} = {line[name]}: must be a whole number.") from None
     if value < (0 if name == "zero" else 1):
         raise InputError(f"{where}: {name} = {value}: must be at least {0 if name == 'zero' else 1}.")
@@ -155,6 +160,6 @@ def _number(where: str, line: Mapping[str, str], name: str) -> float | None:
         value = float(text)
     except ValueError:
         raise InputError(f"{where}: {name} = {text}: must be a number, or empty.") from None
-    if not value > 0:
-        raise InputError(f"{where}: {name} = {text}: must be above 0, or empty.")
+    if not 0 < value < math.inf:
+        raise InputError(f"{where}: {name} = {text}: must be above 0 and finite, or empty.")
     return value

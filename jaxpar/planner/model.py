@@ -36,6 +36,11 @@ FILLED_IN = {
     "train": {"steps": 1000, "run_dir": "runs/plan"},
 }
 """Sections for a model that comes without; those of `data` follow from the model."""
+UNPRICED = {
+    "muon": ("muon: what its iterations compute and send is not priced.",),
+    "adafactor": ("adafactor: its state is estimated, as a row and a column of each matrix.",),
+}
+"""By optimizer, what a plan does not know of it."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,15 @@ def _planned(config: Config, sequence_length: int | None) -> Given:
     kept = {"unroll": config.parallel.unroll, "idle": config.parallel.idle, "layer_costs": config.parallel.layer_costs}
     values["parallel"] = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
     values["grad_reduce"] = {"wire_dtype": config.grad_reduce.wire_dtype}
+    notes = UNPRICED.get(config.optimizer.name, ())
+    if config.train.data_parallel == "parameter_server":
+        values["train"]["data_parallel"] = "all_reduce"
+        notes += ("train.data_parallel parameter_server is left out: plans are made for all_reduce.",)
     if sequence_length:
         values["data"]["sequence_length"] = sequence_length
         if config.model.max_position_embeddings == config.data.sequence_length and config.model.traits.rotary:
             values["model"]["max_position_embeddings"] = None  # it followed from the sequences, and does again
-    return Given(Config.from_dict(values))
+    return Given(Config.from_dict(values), notes=notes)
 
 
 def _filled_in(model: dict[str, Any], notes: tuple[str, ...], sequence_length: int | None, origin: str) -> Given:

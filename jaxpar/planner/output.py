@@ -1,8 +1,11 @@
 """Whether a file can be written, found out before the work and not after it."""
 
+import hashlib
 from pathlib import Path
 
 from jaxpar.config import InputError
+
+SEAL = "# Written by jaxpar, which replaces this file as long as it is unchanged: "
 
 
 def check_output(name: str, file: Path) -> None:
@@ -30,9 +33,37 @@ def check_output(name: str, file: Path) -> None:
         raise InputError(f"{name} {file}: cannot be written: {error.strerror}.") from None
 
 
-def first_line(file: Path) -> str:
-    """The first line of a file; empty when there is none, or when there is no such file."""
-    if not file.is_file():
-        return ""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline(1000).rstrip("\n")
+def sealed(text: str) -> str:
+    """A text with a last line by which it is known that nobody has changed it: `check_replaceable`."""
+    return f"{text}{SEAL}{_digest(text)}\n"
+
+
+def check_replaceable(name: str, file: Path) -> None:
+    """Make sure that a file can be written, and that nothing is lost by it but what jaxpar wrote there before.
+
+    Args:
+        name: of the option that names it, for the error.
+        file: that is to be written, with a text that is `sealed`.
+
+    Raises:
+        InputError: when it cannot be written, or holds something else.
+    """
+    check_output(name, file)
+    if not file.exists():
+        return
+    text, seal, digest = file.read_text(encoding="utf-8", errors="replace").rpartition(SEAL)
+    if not seal:
+        raise InputError(f"{name} {file}: is there already, and jaxpar did not write it. Remove it, or name another.")
+    if digest.strip() != _digest(text):
+        raise InputError(f"{name} {file}: has been changed since jaxpar wrote it. Remove it, or name another.")
+
+
+def check_cluster_file(file: Path) -> None:
+    """The same of a cluster file, `--output FILE.yaml`."""
+    if file.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--output {file}: must be a .yaml file.")
+    check_replaceable("--output", file)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,6 +15,7 @@ from jaxpar.planner.cached import cached
 
 TENSOR = ("tensor",)
 VOCABULARY = ("pipe", "tensor")
+POSITIONS = "positions.weight"
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -74,7 +75,7 @@ def _parameters(model: ModelConfig) -> Iterator[Parameter]:
     out_bias, mlp_bias = traits.all_bias or model.attention_bias, traits.all_bias or model.mlp_bias
     yield _table("embedding", model)
     if not traits.rotary:
-        yield Parameter("positions.weight", (model.max_position_embeddings, D), ((), ()))
+        yield Parameter(POSITIONS, (model.max_position_embeddings, D), ((), ()))
     yield from _norm("blocks.attention_norm", model, stacked=True)
     for name, heads in (("query", H), ("key", G), ("value", G)):
         yield from _column(f"blocks.attention.{name}", D, heads * K, heads, bias=qkv_bias)

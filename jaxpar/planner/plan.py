@@ -120,7 +120,7 @@ def make_plan(
     Raises:
         InputError: when no layout can divide the batch, or the task is larger than `jaxpar.planner.limits`.
     """
-    limits.check_layers(config.model.num_hidden_layers)
+    limits.check_model(config.model)
     limits.check_tokens(workload.tokens_per_step)
     limits.check_devices(cluster.devices, "the cluster")
     ask = ask or Pricing()

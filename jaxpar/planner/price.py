@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxpar.config import ModelConfig
 from jaxpar.flops import flops_per_token
 from jaxpar.hardware import SHARE_OF_PEAK
-from jaxpar.pipeline.partition import Partition, even
+from jaxpar.pipeline.partition import Partition, even, partition
 from jaxpar.planner.cached import cached
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.cost import TimeParts, least_seconds, step_seconds
@@ -53,9 +53,9 @@ def price(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
         >>> found.fits, found.counts
         (True, (16, 16))
     """
-    split = partition_of(model, layout.pipe, layout.chunks)
+    split = partition_of(model, layout.pipe, layout.chunks, workload.layer_costs)
     filled = memory(model, layout, workload, split.height)
-    time = step_seconds(model, layout, workload, cluster, split.height)
+    time = step_seconds(model, layout, workload, cluster, split.height, pace(split, workload.layer_costs))
     tokens_per_second = workload.tokens_per_step / time.total
     per_device = tokens_per_second * _flops_per_token(model, workload.sequence_length) / layout.devices
     peak = cluster.device.flops_per_second * SHARE_OF_PEAK.get(workload.compute_dtype, 1.0)
@@ -73,9 +73,25 @@ def price(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
 
 
 @cached
-def partition_of(model: ModelConfig, pipe: int, chunks: int) -> Partition:
-    """Which layers go where without measured costs: by formula they all cost the same."""
-    return even(model.num_hidden_layers, pipe, chunks)
+def partition_of(model: ModelConfig, pipe: int, chunks: int, layer_costs: tuple[float, ...] | None = None) -> Partition:
+    """Which layers go where: by their costs, as in a run; by formula they all cost the same."""
+    if layer_costs is None:
+        return even(model.num_hidden_layers, pipe, chunks)
+    return partition(layer_costs, (1,) * (len(layer_costs) - 1), pipe, chunks)
+
+
+def pace(split: Partition, layer_costs: tuple[float, ...] | None) -> float:
+    """The time of the slowest part in mean layers, with the layers that it is padded with.
+
+    Example:
+        >>> pace(Partition((1, 3), stages=2), (3.0, 1.0, 1.0, 1.0))
+        4.0
+    """
+    if layer_costs is None or not (total := sum(layer_costs)):
+        return split.height
+    ends = zip(split.starts, split.counts, strict=True)
+    parts = (sum(layer_costs[start : start + n]) * len(layer_costs) / total + split.height - n for start, n in ends)
+    return max(parts)
 
 
 _flops_per_token = cached(flops_per_token)

@@ -12,6 +12,10 @@ from jaxpar.planner.words import longer, mesh, too_much
 CHOICES = ("data", "pipe", "tensor", "zero", "schedule", "microbatch", "remat", "sequence parallel", "algorithm")
 
 
+GPIPE = "schedule", "gpipe"
+"""The one family of which a single layout is priced: the best one, with this schedule."""
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A value of a choice that the best layout does not have.
@@ -21,8 +25,8 @@ class Rejected:
         value: of the choice.
         and_above: the same holds for all greater values.
         reason: why it loses, with its number.
-        price: of the fastest layout that has the value; where none fits, of the one that takes the least memory; None
-            where a rule of configs refuses it.
+        price: of the fastest layout that has the value; where none fits, of the one that takes the least memory; for
+            gpipe of the best layout with it; None where a rule of configs refuses it.
     """
 
     choice: str
@@ -71,8 +75,11 @@ def _reason(family: Family, price: Price, best: Price | None, found: Search, tas
     said = ""
     if family[0] == "tensor" and task.cluster.per_host % int(family[1]):
         said = "crosses hosts" + (" (only with --tensor-across-hosts); " if family in found.compared else "; ")
+    if family == GPIPE:
+        said = "all else equal, "
     if not best or not price.fits:
-        return f"{said}at least {too_much(price.memory, task.cluster.usable_bytes)}"
+        least = "" if family == GPIPE else "at least "
+        return f"{said}{least}{too_much(price.memory, task.cluster.usable_bytes)}"
     if (alone := _alone(family, best.layout, task.workload)) and alone != price.layout:
         changed = ask.price(task.config.model, alone, task.workload, task.cluster)
         usable = task.cluster.usable_bytes

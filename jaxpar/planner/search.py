@@ -102,7 +102,7 @@ def search(
         config: the model, and what else the rules of configs look at; its own layout does not matter.
         workload: of a step.
         cluster: to lay out over.
-        tensor_across_hosts: whether groups over `tensor` may span hosts. If not, the smallest that would is priced for
+        tensor_across_hosts: whether groups over `tensor` may span hosts. If not, those that would are priced for
             comparison.
         ask: prices and bounds.
 
@@ -121,10 +121,10 @@ def search(
             f"has groups over tensor that span hosts. Allow them with --tensor-across-hosts, or use a batch of "
             f"{space.nearest_batch(workload.global_batch, inside_hosts=True)} sequences."
         )
-    result.compared = {("tensor", tensor) for tensor in crossing[:1]}
+    result.compared = {("tensor", tensor) for tensor in crossing}
     look = _Look(space, ask, result)
     look.at(layout for sizes in meshes if sizes[2] not in crossing for layout in space.layouts(sizes))
-    look.at(layout for sizes in meshes if sizes[2] in crossing[:1] for layout in space.layouts(sizes))
+    look.at(layout for sizes in meshes if sizes[2] in crossing for layout in space.layouts(sizes))
     look.at_gpipe()
     return result
 

@@ -21,6 +21,8 @@ from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.words import mesh
 
 REMATS = ("none", "dots", "full")
+ROUNDING = 0.025
+"""How far a batch may be from what was asked for, so that more replicas divide it."""
 ALGORITHMS = ("native", "ring", "tree", "halving_doubling", "hierarchical")
 Family = tuple[str, int | str]
 """A choice and one value of it, as ("zero", 0) or ("remat", "full"): all layouts that have it."""
@@ -147,6 +149,13 @@ class Space:
         legal = _multiples(wanted, self._replicas(inside_hosts))
         return min(legal, key=lambda count: (abs(count - wanted), -count))
 
+    def round_batch(self, wanted: float, *, inside_hosts: bool = False) -> int:
+        """A number of sequences for about so many: within 2.5% the one that most replicas divide, else the nearest."""
+        nearest = self.nearest_batch(wanted, inside_hosts=inside_hosts)
+        legal = _multiples(wanted, self._replicas(inside_hosts))
+        near = [count for count in legal if abs(count - wanted) <= ROUNDING * wanted] or [nearest]
+        return max(near, key=lambda count: (math.gcd(count, self.cluster.devices), -abs(count - wanted), count))
+
     def _replicas(self, inside_hosts: bool = False) -> list[int]:
         """Numbers of replicas that some mesh has, whatever the batch: one for every device is always among them."""
         devices = self.cluster.devices
@@ -172,7 +181,8 @@ class Space:
         for data in reversed([n for n in divisors(devices) if self.workload.global_batch % n == 0]):
             for tensor in divisors(devices // data):
                 layout = Layout(data, devices // data // tensor, tensor)
-                if self.inside_host(tensor) and (rule := self.rule(layout)):
+                deep = layout.pipe <= self.config.model.num_hidden_layers
+                if deep and self.inside_host(tensor) and (rule := self.rule(layout)):
                     return f" On {mesh(layout)}, which would divide them, {rule}"
         return ""
 

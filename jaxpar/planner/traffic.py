@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import ModelConfig
 from jaxpar.planner.layout import Layout, Workload
-from jaxpar.planner.parameters import ITEM_BYTES, block
+from jaxpar.planner.parameters import ITEM_BYTES, POSITIONS, block, parameters
 from jaxpar.planner.ticks import Ticks, ticks
 
 WIRE = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}  # times (n - 1) / n of the buffer
@@ -139,27 +139,33 @@ def _model(model: ModelConfig, layout: Layout, workload: Workload, height: int) 
 
 def _gradients(model: ModelConfig, layout: Layout, workload: Workload, height: int) -> Iterator[Transfer]:
     """What crosses `data`."""
-    held = block(model, layout.data, layout.pipe, layout.tensor)
+    sizes = layout.data, layout.pipe, layout.tensor
+    held = block(model, *sizes)
     c, stored = ITEM_BYTES[workload.compute_dtype], ITEM_BYTES[workload.param_dtype]
     wide = max(c, 4)
+    sent = ITEM_BYTES[workload.wire_dtype] if workload.wire_dtype else wide
     table, rows = runs(layout, height)
     layers = height * layout.chunks
     split, whole = layers * held.layer + held.rest, layers * held.layer_whole + held.rest_whole
     yield Transfer("all-reduce", DATA, 8, 1, "step")  # loss and tokens
     if layout.zero == 0:
-        yield Transfer("all-reduce", DATA, wide * (split + whole), 1, "step")
+        yield Transfer("all-reduce", DATA, sent * (split + whole), 1, "step")
         return
-    yield Transfer("all-reduce", DATA, wide * whole, 1, "step")
+    yield Transfer("all-reduce", DATA, sent * whole, 1, "step")
     if layout.zero < 3:
         layer_by_layer = layout.zero == 2 and layout.pipe == 1 and layout.microbatches == 1
-        yield Transfer("reduce-scatter", DATA, wide * split, 1, "backward" if layer_by_layer else "step")
+        yield Transfer("reduce-scatter", DATA, sent * split, 1, "backward" if layer_by_layer else "step")
         yield Transfer("all-gather", DATA, stored * split, 1, "step")
         return
     yield Transfer("all-gather", DATA, c * held.layer, table.forward * rows, "forward")
     yield Transfer("all-gather", DATA, c * held.layer, table.backward * rows, "backward")
-    yield Transfer("reduce-scatter", DATA, wide * held.layer, table.backward * rows, "backward")
-    tables = 1 if model.tie_word_embeddings else 2
-    yield Transfer("all-gather", DATA, c * held.rest / tables, table.forward, "forward")  # the embedding
-    yield Transfer("all-gather", DATA, c * held.rest / tables, table.head, "head")
-    yield Transfer("reduce-scatter", DATA, wide * held.rest / tables, table.backward, "backward")
-    yield Transfer("reduce-scatter", DATA, wide * held.rest / tables, table.head, "head")
+    yield Transfer("reduce-scatter", DATA, sent * held.layer, table.backward * rows, "backward")
+    positions = sum(p.size for p in parameters(model) if p.name == POSITIONS and p.zero_dim(*sizes) is not None)
+    head = (held.rest - positions) / (1 if model.tie_word_embeddings else 2)
+    embedding = head + positions
+    yield Transfer("all-gather", DATA, c * embedding, table.forward, "forward")
+    yield Transfer("reduce-scatter", DATA, sent * embedding, table.backward, "backward")
+    if model.tie_word_embeddings and layout.pipe == 1:
+        return  # XLA for GPUs gathers the table once for both, and scatters the sum of its gradients
+    yield Transfer("all-gather", DATA, c * head, table.head, "head")
+    yield Transfer("reduce-scatter", DATA, sent * head, table.head, "head")

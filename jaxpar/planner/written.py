@@ -1,46 +1,18 @@
 """The best layout of a plan as a config that `jaxpar train`, `compile` and `verify` take as it is."""
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from jaxpar.config import Config, InputError
+from jaxpar.config import Config
 from jaxpar.config.yaml12 import dump
 from jaxpar.pipeline.partition import Partition
 from jaxpar.planner.attention import COMPILED_WITH, attention_in_words
 from jaxpar.planner.model import Given
-from jaxpar.planner.output import check_output, first_line
+from jaxpar.planner.output import sealed
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import Price
 from jaxpar.planner.words import MEMORY, gigabytes, mesh
 from jaxpar.quantities import seconds
-
-FIRST_WORDS, LAST_WORDS = "The fastest layout on ", ", planned, not measured, by"
-"""Of the first line of the file, by which it is known."""
-
-
-def check_target(file: Path, model: str) -> None:
-    """Make sure that the file can be written, and that nothing is lost by it but an earlier plan.
-
-    Args:
-        file: that is to be written.
-        model: the input, perhaps a file.
-
-    Raises:
-        InputError: when it cannot, or when the file is the input or not one that this module wrote.
-    """
-    check_output("--write", file)
-    if not file.exists():
-        return
-    if os.path.exists(model) and file.samefile(model):
-        raise InputError(f"--write {file}: is the MODEL itself, which stays as it is. Write to another file.")
-    line = first_line(file)
-    if not (line.startswith(f"# {FIRST_WORDS}") and line.endswith(LAST_WORDS)):
-        raise InputError(
-            f"--write {file}: is there already, and is not a file that jaxpar plan wrote. Remove it, or "
-            "write to another."
-        )
 
 
 def config_of(base: Config, price: Price) -> Config:
@@ -70,14 +42,14 @@ def text(plan: Plan, given: Given, command: str) -> str:
     config = config_of(given.config, plan.best)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in _comment(plan, plan.best, config, given, command))
     sections = re.sub(r"^(?=\w)", "\n", dump(config.model_dump(mode="json", exclude_none=True)), flags=re.MULTILINE)
-    return comment + sections
+    return sealed(comment + sections)
 
 
 def _comment(plan: Plan, price: Price, config: Config, given: Given, command: str) -> Sequence[str]:
     cluster, work, layout = plan.cluster, plan.workload, price.layout
     parts = [f"{name} {gigabytes(getattr(price.memory, part))}" for part, name in MEMORY.items()]
     lines = [
-        f"{FIRST_WORDS}{cluster.hosts} × {cluster.per_host} {cluster.device.name}{LAST_WORDS}",
+        f"The fastest layout on {cluster.hosts} × {cluster.per_host} {cluster.device.name}, planned, not measured, by",
         "",
         f"  {command}",
         "",

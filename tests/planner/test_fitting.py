@@ -41,8 +41,26 @@ def test_the_file_is_a_cluster(measured, tmp_path, capsys):
     assert "16 measured runs" in capsys.readouterr().out
 
 
+def test_what_no_run_depends_on_stays_as_given(measured, tmp_path, capsys):
+    """Runs within one host: nothing crosses the network."""
+    lines = measured.read_text().splitlines()
+    measured.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("1B,1,"))]) + "\n")
+    output = tmp_path / "machine.yaml"
+    found, _ = run(measured, "h100x8", output, system="nanotron")
+    given = parse_cluster("h100x8").efficiency
+    assert (found.efficiency.network, found.efficiency.latency) == (given.network, given.latency)
+    assert found.efficiency.matmul == pytest.approx(0.5, rel=0.05)
+    assert "network, latency, stage_layer_seconds: as given; no run depends on them" in output.read_text()
+    assert "no run depends on network, latency, stage_layer_seconds" in capsys.readouterr().out.replace("\n", " ")
+    run(measured, "h100x8", output, system="nanotron")  # its own file it may replace
+    output.write_text(config := "train: {steps: 1}\n")
+    with pytest.raises(InputError, match=r"--output .* is there already, and jaxpar did not write it"):
+        run(measured, "h100x8", output, system="nanotron")
+    assert output.read_text() == config
+
+
 def test_bad_input(measured, tmp_path):
     with pytest.raises(InputError, match=r"system nanotrom is not known.*Did you mean nanotron\?"):
         run(measured, "h100x8", tmp_path / "machine.yaml", system="nanotrom")
-    with pytest.raises(InputError, match=r"must be a \.yaml file in a folder that is there"):
+    with pytest.raises(InputError, match=r"must be a \.yaml file"):
         run(measured, "h100x8", tmp_path / "machine.json")

@@ -1,10 +1,11 @@
 """Which devices take part in a collective, and how long it takes on their links."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from jaxpar.planner.cluster import parse_cluster
+from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.layout import Layout
 from jaxpar.planner.links import Span, bus_bandwidth, collective_seconds, message_seconds, span
 
@@ -27,6 +28,23 @@ CLUSTER = parse_cluster("8xh100x8")
 )
 def test_spans(axes, layout, expected):
     assert span(axes, layout, CLUSTER, ORDER) == expected
+
+
+def test_spans_where_groups_do_not_nest():
+    """Racks of 72 and groups of 5 or 48: against a count of the hosts of every device of the first group."""
+    for hosts, per_host, layout in (
+        (2, 72, Layout(3, 48, 1)),
+        (2, 72, Layout(3, 4, 12)),
+        (5, 12, Layout(4, 5, 3)),
+        (12, 8, Layout(2, 12, 4)),
+        (10, 6, Layout(15, 1, 4)),
+    ):
+        cluster = Cluster(CLUSTER.device, hosts, per_host)
+        sizes = {"data": layout.data, "pipe": layout.pipe, "tensor": layout.tensor}
+        for axes in (("data",), ("pipe",), ("tensor",), ("pipe", "tensor")):
+            group = itertools.product(*(range(size if axis in axes else 1) for axis, size in sizes.items()))
+            devices = [(d * layout.pipe + p) * layout.tensor + t for d, p, t in group]
+            assert span(axes, layout, cluster, ORDER) == (len(devices), len({at // per_host for at in devices}))
 
 
 def test_other_systems_put_stages_on_other_hosts():

@@ -41,6 +41,8 @@ def test_models_of_the_study(name: str, billions: float):
         ("1B,1,8,1,1,1,32,256,4,100,1", "zero = 4: must be 0, 1, 2 or 3"),
         ("1B,1,8,1,1,1,32,256,0,fast,1", "tok_s_gpu = fast: must be a number, or empty"),
         ("1B,1,8,1,1,1,32,256,0,-1,1", "tok_s_gpu = -1: must be above 0"),
+        ("1B,1,8,1,1,1,32,256,0,inf,1", "tok_s_gpu = inf: must be above 0 and finite"),
+        ("1B,1,8,1,1", "line 2: ends before mbs"),
     ],
 )
 def test_bad_lines(tmp_path, line: str, said: str):
@@ -51,5 +53,7 @@ def test_bad_lines(tmp_path, line: str, said: str):
 def test_bad_files(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         read_rows(tmp_path / "nowhere.csv")
+    with pytest.raises(InputError, match="has columns and no run below them"):
+        read_rows(file_of(tmp_path))
     with pytest.raises(InputError, match="lacks pp, zero"):
         read_rows(file_of(tmp_path, "1B", header=HEADER.replace(",pp", "").replace(",zero", "")))

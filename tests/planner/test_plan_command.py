@@ -116,16 +116,34 @@ def test_train_compile_and_verify_take_what_is_written(run_jaxpar, tmp_path: Pat
 def test_batches_that_are_no_whole_sequences_are_rounded_and_said(capsys: pytest.CaptureFixture[str]):
     command.run(SIZES, "2xh100x4", global_batch_tokens="60_000", sequence_length="1024")
     out = capsys.readouterr().out
-    assert "59 sequences × 1,024" in out  # one replica of 8 devices takes any number
-    said = "60,000 tokens are 58.59 sequences of 1,024; planned with 59 sequences, 60,416 tokens"
-    assert f"note: {said}" in out
+    assert "60 sequences × 1,024" in out  # 59 are nearer, but are only divided by one replica
+    said = "60,000 tokens are 58.59 sequences of 1,024; planned with 60 sequences, 61,440 tokens, which 4 replicas"
+    assert f"note: {said} divide." in out.replace("\n", " ")
     one_layer = SIZES.replace("layers=3", "layers=1")  # at least 2 replicas, with tensor inside hosts
     command.run(one_layer, "2xh100x4", global_batch_tokens="60_000", sequence_length="1024", as_json=True)
     plan = Plan.from_json(capsys.readouterr().out)
-    assert (plan.workload.global_batch, plan.requested_tokens) == (58, 60_000)
-    assert plan.notes[0].startswith("60,000 tokens are 58.59 sequences of 1,024; planned with 58 sequences")
+    assert (plan.workload.global_batch, plan.requested_tokens) == (60, 60_000)
+    assert plan.notes[0].startswith("60,000 tokens are 58.59 sequences of 1,024; planned with 60 sequences")
     command.run(one_layer, "2xh100x4", global_batch_tokens="1", sequence_length="1024", as_json=True)
     assert Plan.from_json(capsys.readouterr().out).workload.global_batch == 2
+
+
+def test_a_config_with_servers_or_costs_is_planned_as_it_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file, best = tmp_path / "given.yaml", tmp_path / "best.yaml"
+    values = load_config(QUICKSTART).model_dump(mode="json")
+    values["train"] |= {"data_parallel": "parameter_server", "compute_dtype": "bfloat16"}
+    values["parallel"]["layer_costs"] = [3.0] + [1.0] * (values["model"]["num_hidden_layers"] - 1)
+    values["grad_reduce"]["wire_dtype"] = "bfloat16"
+    values["optimizer"] |= {"name": "muon"}
+    file.write_text(Config.from_dict(values).to_yaml())
+    assert command.run(str(file), "h100x8", config_file=best, as_json=True)
+    plan, config = Plan.from_json(capsys.readouterr().out), load_config(best)
+    assert config.train.data_parallel == "all_reduce"
+    assert plan.notes == (
+        "muon: what its iterations compute and send is not priced.",
+        "train.data_parallel parameter_server is left out: plans are made for all_reduce.",
+    )
+    assert (plan.workload.layer_costs, plan.workload.wire_dtype) == (config.parallel.layer_costs, "bfloat16")
 
 
 def test_only_a_plan_is_written_over(
@@ -142,8 +160,17 @@ def test_only_a_plan_is_written_over(
     assert run_main(monkeypatch, "plan", str(plan), *args, str(plan)) == 2
     assert "is the MODEL itself" in capsys.readouterr().err
     assert run_main(monkeypatch, "plan", SIZES, *args, str(other), "--global-batch-tokens", "8k") == 2
-    assert "not a file that jaxpar plan wrote" in capsys.readouterr().err.replace("\n", " ")
+    assert "is there already, and jaxpar did not write it" in capsys.readouterr().err.replace("\n", " ")
     assert other.read_text() == first and plan.read_text() == written_once
+    plan.write_text(edited := written_once.replace("learning_rate: 0.0003", "learning_rate: 0.0002"))
+    assert edited != written_once and Config.from_yaml_text(edited)
+    assert run_main(monkeypatch, "plan", SIZES, *args, str(plan), "--global-batch-tokens", "8k") == 2
+    assert "has been changed since jaxpar wrote it" in capsys.readouterr().err.replace("\n", " ")
+    assert plan.read_text() == edited
+    both = ["--write", "a.svg", "--plot", str(tmp_path / ".." / tmp_path.name / "a.svg")]
+    monkeypatch.chdir(tmp_path)
+    assert run_main(monkeypatch, "plan", SIZES, "--cluster", "h100x2", "--global-batch-tokens", "8k", *both) == 2
+    assert "Name two files" in capsys.readouterr().err
 
 
 def test_which_attention_is_priced_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path):

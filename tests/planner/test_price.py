@@ -6,11 +6,13 @@ from itertools import product
 
 import pytest
 
-from jaxpar.config import ModelConfig
+from jaxpar import gradients
+from jaxpar.config import Config, ModelConfig
 from jaxpar.flops import flops_per_token
 from jaxpar.planner.cluster import parse_cluster
 from jaxpar.planner.layout import Layout, Workload
-from jaxpar.planner.price import least_memory_bytes, least_seconds, price
+from jaxpar.planner.price import least_memory_bytes, least_seconds, pace, price
+from jaxpar.planner.work import head_seconds
 
 LLAMA_8B = ModelConfig(
     architecture="llama",
@@ -37,6 +39,36 @@ def test_parts_add_up():
 def test_counts_and_the_fullest_stage():
     found = price(LLAMA_8B, Layout(4, 5, 1, microbatches=16), Workload(4096, 320), parse_cluster("5xh100x4"))
     assert (found.counts, found.stage) == ((6, 6, 6, 7, 7), 3)
+
+
+def test_layers_of_unlike_costs_are_laid_out_as_in_a_run():
+    """The first layer costs as much as four: it is alone on its stage, which computes four layers of padding, too."""
+    six, layout = LLAMA_8B.model_copy(update={"num_hidden_layers": 6}), Layout(2, 2, 1, microbatches=4)
+    workload = replace(WORKLOAD, layer_costs=(4.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    even, found = (price(six, layout, w, CLUSTER) for w in (WORKLOAD, workload))
+    split = gradients.partition_of(config_of(six, layout, workload))
+    assert found.counts == split.counts == (1, 5) and even.counts == (3, 3)
+    assert found.memory.parameters > even.memory.parameters
+    assert pace(split, workload.layer_costs) == pytest.approx(4 * 6 / 9 + 4)
+    head = sum(head_seconds(six, workload.sequences_per_microbatch(layout), 4096, 2, "bfloat16", CLUSTER))
+    layers = [p.time.compute + p.time.bubble - 4 * head for p in (found, even)]
+    assert layers[0] / layers[1] == pytest.approx((4 * 6 / 9 + 4) / 3)
+    assert least_seconds(six, layout, workload, CLUSTER) <= found.time.total
+    same = replace(WORKLOAD, layer_costs=(0.5,) * 6)
+    assert price(six, layout, same, CLUSTER) == even
+
+
+def config_of(model: ModelConfig, layout: Layout, workload: Workload) -> Config:
+    """The config of a run."""
+    values = {
+        "model": model.model_dump(mode="json"),
+        "mesh": {"data": layout.data, "pipe": layout.pipe, "tensor": layout.tensor},
+        "parallel": {"microbatches": layout.microbatches, "layer_costs": list(workload.layer_costs or ())},
+        "data": {"train": ["unused"], "sequence_length": workload.sequence_length},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"steps": 1, "global_batch": workload.global_batch, "run_dir": "unused"},
+    }
+    return Config.from_dict(values)
 
 
 def test_whether_it_fits():

@@ -54,6 +54,14 @@ def test_gradients_take_the_bytes_of_an_all_reduce(zero: int):
     assert wire(Layout(8, 1, 1, zero), 6)["data",] == pytest.approx(2 * 7 / 8 * (gradients + 8))
 
 
+def test_gradients_on_the_wire_in_bfloat16():
+    held = block(MODEL, 8, 1, 1)
+    parameters = 6 * (held.layer + held.layer_whole) + held.rest + held.rest_whole
+    short = Workload(32, 16, compute_dtype="float32", wire_dtype="bfloat16")
+    assert wire(Layout(8, 1, 1), 6, short)["data",] == pytest.approx(2 * 7 / 8 * (2 * parameters + 8))
+    assert wire(Layout(8, 1, 1, 1), 6, short)["data",] == pytest.approx(7 / 8 * (2 + 4) * parameters + 2 * 7 / 8 * 8)
+
+
 def test_zero_3_gathers_twice_and_scatters_once_for_each_microbatch():
     # bfloat16 to gather, float32 to sum; of the two tables each is gathered and scattered once.
     held = block(MODEL, 8, 1, 1)
