@@ -20,14 +20,15 @@ class Kept:
 
     Attributes:
         layer: of one layer.
-        hoisted: once for a run of layers: the causal mask where attention is XLA's.
+        reordered: of `layer`, what XLA copies to another order, for all layers at once, between forward and backward:
+            its own attention's weights, where query heads are in several groups.
         boundary: an activation between two blocks.
         logits: of the loss, in float32.
-        work: of one layer without remat: what its recomputation holds at once.
+        work: what the backward of one layer holds besides, at its fullest; with remat what it recomputes included.
     """
 
     layer: int
-    hoisted: int
+    reordered: int
     boundary: int
     logits: int
     work: int
@@ -71,8 +72,9 @@ def kept(
     heads = c * T * (2 * q_width + 2 * kv_width)  # query, key, value, and what `out` takes
     head_norms = 3 * wide * T * (q_width + kv_width) + 2 * wide * T * (h + g) if traits.qk_norm else 0
     pairs = T * T * h
-    # XLA's: the weights of the softmax in float32 and once more for the product, its two numbers a query; the mask.
-    attention_bytes = (wide + c) * pairs + 2 * wide * T * h if attention == "xla" else wide * T * h
+    # XLA's: the weights of the softmax in float32 and once more for the product, its two numbers a query.
+    weights = (wide + c) * pairs if attention == "xla" else 0
+    attention_bytes = weights + (2 if attention == "xla" else 1) * wide * T * h
     none = norms + hidden + heads + head_norms + attention_bytes
     projections = 2 if traits.gated else 1
     layer = {
@@ -80,10 +82,14 @@ def kept(
         "dots": boundary + c * T * (projections * f + q_width + 2 * kv_width + D),
         "full": boundary,
     }[remat]
+    # The feed-forward's backward starts from all that was recomputed, but for the head norms, which are then used up.
+    # The attention's holds weights, scores and the gradients of both, and half of `hidden`: gradients from which those
+    # of the feed-forward's matrices are still to be made.
+    recomputed = max(none - head_norms, 2 * weights + hidden // 2)
     return Kept(
         layer=layer,
-        hoisted=(wide + 1) * pairs if attention == "xla" and remat == "none" else 0,
+        reordered=wide * pairs if weights and remat == "none" and 1 < g < h else 0,
         boundary=boundary,
         logits=wide * T * (model.padded_vocab_size // (pipe * n)),
-        work=none - head_norms,  # made and used up one after the other
+        work=max(weights, hidden) if remat == "none" else recomputed,
     )

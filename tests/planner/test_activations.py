@@ -81,3 +81,31 @@ def test_flash_keeps_no_pairs():
     layer = lambda tokens, attention: kept(model, tokens, "bfloat16", 1, 1, "none", False, attention).layer
     assert layer(256, "flash") == 2 * layer(128, "flash")
     assert layer(256, "xla") - layer(256, "flash") == 4 * 256 * (256 * (4 + 2) + 4)  # a softmax's second number
+
+
+def test_what_a_backward_holds():
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    of = lambda remat, attention: kept(model, 256, "bfloat16", 1, 1, remat, False, attention)
+    hidden, weights = 6 * 2 * 256 * 128, 6 * 256 * 256 * 4
+    assert (of("none", "flash").work, of("none", "xla").work) == (hidden, weights)
+    assert of("full", "flash").work == of("dots", "flash").work == of("none", "flash").layer
+    assert of("full", "xla").work == 2 * weights + hidden // 2
+    copied = {(r, a): of(r, a).reordered for r in ("none", "full") for a in ("xla", "flash")}
+    assert copied == {
+        ("none", "xla"): 4 * 256 * 256 * 4,
+        ("none", "flash"): 0,
+        ("full", "xla"): 0,
+        ("full", "flash"): 0,
+    }
+    # Heads of their own, or all in one group, need no other order.
+    for groups in (1, 4):
+        ungrouped = model.model_copy(update={"num_key_value_heads": groups})
+        assert kept(ungrouped, 256, "bfloat16", 1, 1, "none", False, "xla").reordered == 0

@@ -6,8 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from jaxpar.config import ModelConfig
+from jaxpar.planner.activations import kept
 from jaxpar.planner.layout import Layout, Workload
-from jaxpar.planner.memory import TEMPORARIES, is_newer, jax_to_price, least_memory_bytes, memory
+from jaxpar.planner.memory import TEMPORARIES, Temporaries, is_newer, jax_to_price, least_memory_bytes, memory
 from jaxpar.planner.model import read
 from jaxpar.planner.price import partition_of
 
@@ -54,6 +55,97 @@ def test_what_zero_cannot_split_stays_whole():
     split = 6 * 3 * 64 * 192
     whole = 6 * (2 * 64 * 64 + 2 * 64 * 32 + NORMS) + TABLES + LAST_NORM
     assert found.optimizer == 8 * (split // 3 + whole) + 8
+
+
+LAYERS, LOGITS, TABLE = 6 * (MATRICES + NORMS), 4 * 32 * 1024, 1024 * 64
+HIDDEN = 6 * 2 * 32 * 192  # what one layer's feed-forward keeps, or as much of its gradients
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> Temporaries:
+    """Those of GPUs without the workspace, which is larger than these models."""
+    found = replace(TEMPORARIES["gpu"], workspace=0)
+    monkeypatch.setitem(TEMPORARIES, "gpu", found)
+    return found
+
+
+def test_matrix_multiplications_take_a_workspace(monkeypatch: pytest.MonkeyPatch):
+    before, t = of(Layout(8, 1, 1, microbatches=2)), TEMPORARIES["gpu"]
+    monkeypatch.setitem(TEMPORARIES, "gpu", replace(t, workspace=0))
+    assert before.temporaries - of(Layout(8, 1, 1, microbatches=2)).temporaries == t.workspace > 0
+
+
+@pytest.mark.usefixtures("factors")
+def test_temporaries_by_hand():
+    # One sequence. Weights in bfloat16, the layers' gradients in it, one layer's backward beside the waiting logits.
+    copies = 2 * (LAYERS + TABLES + LAST_NORM)
+    assert of(Layout(8, 1, 1, microbatches=2)).temporaries == copies + 2 * LAYERS + LOGITS + HIDDEN
+    # XLA's attention: between forward and backward the weights of grouped heads are copied to another order.
+    xla = of(Layout(8, 1, 1, microbatches=2), replace(WORKLOAD, attention="xla"))
+    assert xla.temporaries == copies + 2 * LAYERS + LOGITS + 6 * 4 * 32 * 32 * 8
+    # Eight sequences in one microbatch: no sums yet, so the gradients' room is free, and the tables are used up. The
+    # loss takes most: logits and their gradients.
+    found = of(Layout(8, 1, 1), replace(WORKLOAD, global_batch=64))
+    assert found.temporaries == 2 * LAYERS + 2 * 8 * LOGITS - found.gradients
+    # Four in each of two: the head's gradients take less than the logits', and are made before the layers'.
+    found = of(Layout(8, 1, 1, microbatches=2), replace(WORKLOAD, global_batch=64))
+    assert found.temporaries == copies + 2 * LAYERS + 4 * TABLE + 4 * HIDDEN
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [(4, "float32"), (2, "bfloat16")])
+def test_temporaries_of_zero_3_by_hand(factors: Temporaries, stored: int, dtype: str):
+    # Of one layer's parts, gate and up are split along their second dim; the layer's gradients are whole in float32.
+    turned, made = factors.reordered * stored * 6 * 2 * 64 * 192 // 8, stored * LAYERS // 8
+    layer = factors.gathered * 4 * (MATRICES + NORMS)
+    on = lambda microbatches, batch: of(
+        Layout(8, 1, 1, 3, microbatches=microbatches), replace(WORKLOAD, param_dtype=dtype, global_batch=batch)
+    )
+    # The head's gradients would take less than the logits', and yet come after the layers'.
+    assert on(2, 64).temporaries == turned + made + 4 * LOGITS + layer + 4 * HIDDEN
+    # With many sequences the loss takes most, beside the head's table, which is gathered.
+    assert on(2, 128).temporaries == turned + 2 * 8 * LOGITS + 2 * TABLE
+    # With one microbatch there are no sums yet.
+    assert on(1, 64).temporaries == turned + 2 * 8 * LOGITS + 2 * TABLE - on(1, 64).gradients
+
+
+def test_temporaries_of_zero_2_by_hand(factors: Temporaries):
+    layer = factors.gathered * 4 * (MATRICES + NORMS)
+    assert of(Layout(8, 1, 1, 2)).temporaries == 2 * LAYERS + 2 * LOGITS + layer + 2 * HIDDEN
+
+
+@pytest.mark.usefixtures("factors")
+def test_new_weights_are_gathered_beside_the_old():
+    # One short sequence on each replica: the update takes more than the backward.
+    short = Workload(sequence_length=1, global_batch=8)
+    found = of(Layout(8, 1, 1, 2), short)
+    assert found.gradients + found.activations + found.temporaries == 4 * LAYERS
+    assert of(Layout(8, 1, 1, 3), short).temporaries < found.temporaries
+
+
+def test_stages_add_up_gradients_of_a_chunk(factors: Temporaries):
+    # Three stages of two layers, as one chunk and as two; more for two stages, whose first phase is one tick.
+    seen = {}
+    for pipe, chunks in ((3, 1), (3, 2), (2, 1)):
+        layout = Layout(1, pipe, 1, microbatches=6, chunks=chunks, remat="full")
+        model = MODEL.model_copy(update={"vocab_size": 128, "vocab_multiple": 1})
+        height = partition_of(model, pipe, chunks).height
+        workload = Workload(sequence_length=1, global_batch=6)
+        found = memory(model, layout, workload, height)
+        copies = 2 * (height * chunks * (MATRICES + NORMS) + (2 * model.padded_vocab_size // pipe + 1) * 64)
+        seen[pipe, chunks] = (found.temporaries - copies) / (2 * height * (MATRICES + NORMS))
+    assert seen[3, 1] == pytest.approx(factors.stages, abs=0.1)
+    assert seen[3, 2] == pytest.approx(factors.stages + 1, abs=0.1)
+    assert seen[2, 1] == pytest.approx(factors.stages + factors.two_stages, abs=0.1)
+
+
+def test_what_is_in_flight_between_stages(factors: Temporaries):
+    # Two stages of three layers, four sequences; the loss takes most, logits over half of the table.
+    found = of(Layout(1, 2, 1, microbatches=4))
+    copies = 2 * (3 * (MATRICES + NORMS) + TABLES // 2 + LAST_NORM)
+    gradients = (factors.stages + factors.two_stages) * 2 * 3 * (MATRICES + NORMS)
+    chunk = 4 * 3 * kept(MODEL, 32, "bfloat16", 2, 1, "none", sequence_parallel=False).layer
+    expected = copies + gradients + factors.in_flight * chunk + 2 * 4 * LOGITS // 2
+    assert found.temporaries == pytest.approx(expected)
 
 
 def test_activations_are_the_slots_of_the_schedule():
