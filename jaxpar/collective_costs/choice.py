@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,31 +27,39 @@ class Measured:
     seconds_by_size: Mapping[tuple[str, str, int, int], tuple[tuple[int, float], ...]]
 
     def seconds(self, op: Op, algorithm: Algorithm, buffer_bytes: float, group: Group) -> float | None:
-        """Time of a collective, or None where it was not measured for such a group.
-
-        Between two measured sizes the logarithm of the time goes linearly with the logarithm of the size, so that
-        times in proportion to bytes stay so. Smaller buffers take as long as the smallest that was measured, larger
-        ones take as long in proportion as the largest.
-        """
+        """Time of a collective, or None where it was not measured for such a group."""
         points = self.seconds_by_size.get((op, algorithm, group.n, group.per_host))
-        if not points:
-            return None
-        (smallest, least), (largest, most) = points[0], points[-1]
-        if buffer_bytes <= smallest:
-            return least
-        if buffer_bytes >= largest:
-            return most * buffer_bytes / largest
-        (low, t_low), (high, t_high) = next(p for p in itertools.pairwise(points) if p[1][0] > buffer_bytes)
-        part = math.log(buffer_bytes / low) / math.log(high / low)
-        return t_low * (t_high / t_low) ** part
+        return seconds_between(points, buffer_bytes) if points else None
 
 
-def read_measured(path: str | Path, axis: str = "data") -> Measured:
+def seconds_between(points: Sequence[tuple[float, float]], buffer_bytes: float) -> float:
+    """The time for a size among measured ones.
+
+    Between two of them the logarithm of the time goes linearly with the logarithm of the size, so that times in
+    proportion to bytes stay so. Smaller buffers take as long as the smallest that was measured, larger ones take as
+    long in proportion as the largest.
+
+    Args:
+        points: bytes and seconds, in ascending order of bytes.
+        buffer_bytes: the size.
+    """
+    (smallest, least), (largest, most) = points[0], points[-1]
+    if buffer_bytes <= smallest:
+        return least
+    if buffer_bytes >= largest:
+        return most * buffer_bytes / largest
+    (low, t_low), (high, t_high) = next(p for p in itertools.pairwise(points) if p[1][0] > buffer_bytes)
+    part = math.log(buffer_bytes / low) / math.log(high / low)
+    return t_low * (t_high / t_low) ** part
+
+
+def read_measured(path: str | Path, axis: str | None = "data", key: str = "grad_reduce.table") -> Measured:
     """Read the file that `jaxpar bench collectives --output` wrote.
 
     Args:
         path: the file.
-        axis: the mesh axis whose rows count.
+        axis: the mesh axis whose rows count; None: all.
+        key: which names the file, for errors.
 
     Raises:
         InputError: there is no such file, or it is another one; or nothing in it was measured over that axis.
@@ -60,19 +68,19 @@ def read_measured(path: str | Path, axis: str = "data") -> Measured:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
         found: dict[tuple[str, str, int, int], list[tuple[int, float]]] = {}
         for row in rows:
-            if row["axis"] == axis:
-                key = row["op"], row["algorithm"], row["n"], row["per_host"]
-                found.setdefault(key, []).append((int(row["bytes"]), float(row["seconds"])))
+            if axis in (None, row["axis"]):
+                group = row["op"], row["algorithm"], row["n"], row["per_host"]
+                found.setdefault(group, []).append((int(row["bytes"]), float(row["seconds"])))
     except OSError as error:
-        raise InputError(f"grad_reduce.table = {path}: cannot be read: {error.strerror}.") from None
+        raise InputError(f"{key} = {path}: cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"grad_reduce.table = {path}: is not what `jaxpar bench collectives CONFIG --output FILE` writes ({error})."
+            f"{key} = {path}: is not what `jaxpar bench collectives CONFIG --output FILE` writes ({error})."
         ) from None
     if not found:
         measured = sorted({row["axis"] for row in rows})
         raise InputError(
-            f"grad_reduce.table = {path}: has no measurement over {axis}, only over {', '.join(measured)}. "
+            f"{key} = {path}: has no measurement over {axis}, only over {', '.join(measured)}. "
             f"Run `jaxpar bench collectives` with mesh.{axis} larger than 1."
         )
     return Measured(str(path), {key: tuple(sorted(points)) for key, points in found.items()})

@@ -10,6 +10,8 @@ Rates come from `jaxpar.hardware`. What a machine reaches of them are a few name
     efficiency: {matmul: 0.75, network: 1.0, ...}
     datasheet: {flops_per_second: ..., memory_bytes: ..., ...}   # figures that replace the device's
     matmul: {bfloat16: [[1024, 0.4], [8192, 0.8]]}               # measured: size of a cube, share of peak, in any order
+    collectives: measured.json   # what `jaxpar bench collectives --output` wrote; native all-reduces count
+    all_reduce: {64x8: [[1048576, 2.0e-4], ...]}    # in its place: devices x devices per host, bytes and seconds
 """
 
 import difflib
@@ -23,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from jaxpar.collective_costs import read_measured
 from jaxpar.config import InputError, yaml12
 from jaxpar.hardware import DEVICES, Device
 from jaxpar.planner.limits import check_devices
@@ -30,6 +33,8 @@ from jaxpar.planner.limits import check_devices
 FORM = "HOSTSxDEVICExCOUNT, as 8xh100x8 (8 hosts of 8 H100), DEVICExCOUNT for one host, or the path of a YAML file"
 DATASHEET = ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "nvlink_bytes_per_second")
 DATASHEET += ("network_bytes_per_second",)
+Curve = tuple[tuple[float, float], ...]
+"""What was measured for some sizes, ascending."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Cluster:
         efficiency: what they reach.
         usable: share of the device's memory that a program may fill; CUDA, NCCL and the allocator take the rest.
         matmul: by dtype, measured (size, share of the peak) of cubes, ascending; where given, in place of the factor.
+        all_reduce: by `devices x devices per host`, as `64x8`, measured (bytes, seconds) of native all-reduces,
+            ascending; where given, in place of datasheet and factors.
     """
 
     device: Device
@@ -88,7 +95,8 @@ class Cluster:
     per_host: int
     efficiency: Efficiency = Efficiency()
     usable: float = 0.92
-    matmul: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    matmul: Mapping[str, Curve] = field(default_factory=dict)
+    all_reduce: Mapping[str, Curve] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,8 +127,9 @@ class Cluster:
         }
         if self.device != DEVICES.get(self.device.name):
             values["datasheet"] = {name: getattr(self.device, name) for name in ("source", *DATASHEET)}
-        if self.matmul:
-            values["matmul"] = {dtype: [list(point) for point in points] for dtype, points in self.matmul.items()}
+        for name in ("matmul", "all_reduce"):
+            if curves := getattr(self, name):
+                values[name] = {key: [list(point) for point in points] for key, points in curves.items()}
         return yaml12.dump(values)
 
 
@@ -166,7 +175,7 @@ def _from_file(path: str) -> Cluster:
         raise InputError(f"--cluster {path}: is not YAML: {getattr(error, 'problem', error)}.") from None
     except RecursionError:
         raise InputError(f"--cluster {path}: is nested too deep for a cluster.") from None
-    keys = {"device", "hosts", "per_host", "usable", "efficiency", "datasheet", "matmul"}
+    keys = {"device", "hosts", "per_host", "usable", "efficiency", "datasheet", "matmul", "all_reduce", "collectives"}
     _check_keys(path, "the file", values, keys, needed={"device", "hosts", "per_host"})
     for name in ("hosts", "per_host"):
         if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < 1:
@@ -184,7 +193,8 @@ def _from_file(path: str) -> Cluster:
         values["per_host"],
         Efficiency(**efficiency),
         usable,
-        _curves(path, values.get("matmul") or {}),
+        _matmul(path, values.get("matmul") or {}),
+        _all_reduce(path, values),
     )
 
 
@@ -203,18 +213,39 @@ def _datasheet(path: str, values: Mapping[str, Any]) -> Device:
     return Device(name=str(values["device"]), **{"source": path, **own})
 
 
-def _curves(path: str, curves: Any) -> dict[str, tuple[tuple[float, float], ...]]:
+def _matmul(path: str, curves: Any) -> dict[str, Curve]:
     _check_keys(path, "matmul", curves, {"bfloat16", "float32"})
-    for dtype, points in curves.items():
-        pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
-        if not pairs or not points or not all(_is_number(x) and _is_number(share) for x, share in points):
-            raise InputError(f"{path}: matmul.{dtype}: must be a list of [size, share of the peak], in numbers.")
-        if not all(0 < x < math.inf and 0 < share <= 1 for x, share in points):
-            raise InputError(f"{path}: matmul.{dtype}: sizes must be above 0, shares of the peak in (0, 1].")
-        sizes = [x for x, _ in points]
-        if twice := [x for x in sizes if sizes.count(x) > 1]:
-            raise InputError(f"{path}: matmul.{dtype}: size {twice[0]:g} stands there more than once; leave one.")
-    return {dtype: tuple(sorted((float(x), float(y)) for x, y in points)) for dtype, points in curves.items()}
+    found = {dtype: _curve(f"{path}: matmul.{dtype}", "share of the peak", points) for dtype, points in curves.items()}
+    for dtype, points in found.items():
+        if any(share > 1 for _, share in points):
+            raise InputError(f"{path}: matmul.{dtype}: shares of the peak must be in (0, 1].")
+    return found
+
+
+def _all_reduce(path: str, values: Mapping[str, Any]) -> dict[str, Curve]:
+    """Measured all-reduces, written out or in the file that `jaxpar bench collectives` wrote."""
+    curves, file = values.get("all_reduce") or {}, values.get("collectives")
+    if curves and file:
+        raise InputError(f"{path}: all_reduce and collectives are both given, and say the same. Give one.")
+    if file:
+        measured = read_measured(str(file), None, f"{path}: collectives").seconds_by_size
+        return {f"{n}x{g}": points for (_, algorithm, n, g), points in measured.items() if algorithm == "native"}
+    if not isinstance(curves, dict) or not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(key)) for key in curves):
+        raise InputError(f"{path}: all_reduce: must have keys like 64x8, devices x devices per host.")
+    return {key: _curve(f"{path}: all_reduce.{key}", "seconds", points) for key, points in curves.items()}
+
+
+def _curve(where: str, what: str, points: Any) -> Curve:
+    """Pairs of a size and what was measured for it, ascending."""
+    pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
+    if not pairs or not points or not all(_is_number(x) and _is_number(y) for x, y in points):
+        raise InputError(f"{where}: must be a list of [size, {what}], in numbers.")
+    if not all(0 < x < math.inf and 0 < y < math.inf for x, y in points):
+        raise InputError(f"{where}: sizes and {what} must be above 0 and finite.")
+    sizes = [x for x, _ in points]
+    if twice := [x for x in sizes if sizes.count(x) > 1]:
+        raise InputError(f"{where}: size {twice[0]:g} stands there more than once; leave one.")
+    return tuple(sorted((float(x), float(y)) for x, y in points))
 
 
 def _check_keys(path: str, where: str, values: Any, known: set[str], needed: Collection[str] = ()) -> None:

@@ -1,5 +1,6 @@
 """Reading clusters, by name and from files, and what is said of wrong ones."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from jaxpar.config import InputError
 from jaxpar.hardware import DEVICES
 from jaxpar.planner.cluster import BOUNDS, Cluster, Efficiency, parse_cluster
+from jaxpar.planner.links import Span, collective_seconds
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,8 @@ def test_bad_names(text: str, said: list[str]):
 
 def test_a_file_says_the_same(tmp_path):
     device = replace(DEVICES["H100"], network_bytes_per_second=12e9)
-    wanted = Cluster(device, 4, 8, Efficiency(matmul=0.6), 0.9, {"bfloat16": ((1024.0, 0.4), (8192.0, 0.7))})
+    matmul, all_reduce = {"bfloat16": ((1024.0, 0.4), (8192.0, 0.7))}, {"32x8": ((1024.0, 1e-4), (1048576.0, 2e-4))}
+    wanted = Cluster(device, 4, 8, Efficiency(matmul=0.6), 0.9, matmul, all_reduce)
     path = tmp_path / "cluster.yaml"
     path.write_text(wanted.to_yaml())
     assert parse_cluster(str(path)) == wanted
@@ -62,6 +65,33 @@ def test_measured_sizes_may_stand_in_any_order(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("device: h100\nhosts: 1\nper_host: 8\nmatmul: {bfloat16: [[8192, 0.7], [1024, 0.4]]}\n")
     assert parse_cluster(str(path)).matmul == {"bfloat16": ((1024.0, 0.4), (8192.0, 0.7))}
+
+
+def test_measured_collectives_take_the_place_of_the_datasheet(tmp_path):
+    rows = [
+        {"axis": axis, "n": n, "per_host": 8, "op": "all-reduce", "algorithm": algorithm, "bytes": size, "seconds": s}
+        for axis, n, algorithm, size, s in (
+            ("data", 16, "native", 1024, 1e-3),
+            ("data", 16, "native", 4096, 4e-3),
+            ("data", 16, "ring", 1024, 1.0),
+            ("tensor", 8, "native", 1024, 5e-4),
+        )
+    ]
+    path, measured = tmp_path / "cluster.yaml", tmp_path / "measured.json"
+    measured.write_text(json.dumps({"rows": rows}))
+    path.write_text(f"device: h100\nhosts: 2\nper_host: 8\ncollectives: {measured}\n")
+    cluster = parse_cluster(str(path))
+    assert cluster.all_reduce == {"16x8": ((1024, 1e-3), (4096, 4e-3)), "8x8": ((1024, 5e-4),)}
+    path.write_text(cluster.to_yaml())
+    assert parse_cluster(str(path)) == cluster
+    of = lambda op, size, n, hosts, algorithm="native": collective_seconds(op, algorithm, size, Span(n, hosts), cluster)
+    assert of("all-reduce", 2048, 16, 2) == pytest.approx(2e-3)
+    assert of("reduce-scatter", 2048, 16, 2) == of("all-gather", 2048, 16, 2) == pytest.approx(1e-3)
+    assert of("all-reduce", 1024, 8, 1) == 5e-4
+    model = parse_cluster("2xh100x8")  # of a group that was not measured
+    assert of("all-reduce", 2048, 4, 1) == collective_seconds("all-reduce", "native", 2048, Span(4, 1), model)
+    ring, native = (collective_seconds("all-reduce", a, 2048, Span(16, 2), model) for a in ("ring", "native"))
+    assert of("all-reduce", 2048, 16, 2, "ring") == pytest.approx(2e-3 * ring / native)
 
 
 def test_a_device_of_ones_own(tmp_path):
@@ -86,7 +116,13 @@ def test_a_device_of_ones_own(tmp_path):
         ("hosts: 16385", r"131,080 devices: a plan is for at most 2\^17"),
         ("matmul: {bfloat16: [1024, 7]}", "must be a list of"),
         ("matmul: {bfloat16: [[1024, true]]}", "must be a list of .* in numbers"),
-        ("matmul: {bfloat16: [[1024, 7]]}", "shares of the peak in"),
+        ("matmul: {bfloat16: [[1024, 7]]}", r"shares of the peak must be in \(0, 1\]"),
+        ("matmul: {bfloat16: [[-1024, 0.7]]}", "must be above 0 and finite"),
+        ("all_reduce: {large: [[1024, 7]]}", "must have keys like 64x8"),
+        ("all_reduce: {64x8: [[1024, 0]]}", "all_reduce.64x8: sizes and seconds must be above 0"),
+        ("collectives: nowhere.json", "collectives = nowhere.json: cannot be read"),
+        ("collectives: a.json\nall_reduce: {64x8: [[1024, 1.0]]}", "both given"),
+        ("memory: 1\nmemory: 2", "stands twice"),
         ("matmul: {bfloat16: [[1024, 0.5], [2048, 0.6], [1024, 0.7]]}", "size 1024 stands there more than once"),
         (f"speed: {'[' * 5000}{']' * 5000}", "nested too deep"),
         ("datasheet: {memory: 5}", "unknown key memory"),
