@@ -7,12 +7,17 @@
 | `start.txt` | what was printed at each start: layout, schedule, reduction and why |
 | `checkpoints/` | see `jaxpar.checkpoint` |
 | `tokens/` | text made into tokens |
+| `lock` | which process trains there, or was the last to |
 """
 
+import errno
+import fcntl
 import json
 import os
 import shlex
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,43 @@ def prepare(config: Config, run_dir: Path, accept_changes: bool) -> None:
     _make(run_dir)
     if not accept_changes and (stored := _stored_config(run_dir)) is not None:
         _compare(stored, config, run_dir)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Let no other process train in the folder while in the block. The lock ends with the process, however that ends.
+
+    Where the file system cannot lock files, nothing is locked.
+
+    Raises:
+        InputError: another process has the lock.
+    """
+    path = run_dir / "lock"
+    try:
+        file = path.open("ab+", buffering=0)  # which leaves the other one's words there
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}. Choose another train.run_dir.") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().decode().strip()
+            raise InputError(
+                f"train.run_dir = {run_dir} is in use: another process, {who}, trains there. Wait until it has ended, "
+                f"or choose another train.run_dir."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        with suppress(OSError):  # a full disk, for which others have better words
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing would leave it to processes forked from this one
 
 
 def write_config(config: Config, run_dir: Path) -> None:

@@ -56,11 +56,13 @@ def train(
         )
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
-    data = open_data(config, run_dir / "tokens")
-    program = build(config, mesh, make_model)
     main = jax.process_index() == 0
     console = Console(quiet=not main)
     with ExitStack() as stack:
+        if main:
+            stack.enter_context(run_folder.locked(run_dir))
+        data = open_data(config, run_dir / "tokens")
+        program = build(config, mesh, make_model)
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", config.checkpoint.keep))
         resumed = checkpoints.latest_step()
         first = resumed or 0

@@ -1,10 +1,13 @@
 """What a user can get wrong: each ends in exit code 2 and a paragraph: the key, the value, the rule and a way out."""
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jaxpar.cli
 from jaxpar.data.token_file import HEADER_BYTES
 from jaxpar.data.tokenize import tokenize_files
+from jaxpar.run_folder import locked
 
 Refused = Callable[..., str]
 
@@ -70,6 +74,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
                 "Use global_batch 12, or workers 2.",
                 "parameter_server.min_workers 4 ≤ parameter_server.workers 3 does not hold",
             ],
+        ),
+        (
+            "parameter_server.worker_timeout_seconds=1e300",
+            ["parameter_server.worker_timeout_seconds = 1e+300", "at most 86,400"],
         ),
         ("data.train=[{folder}/txt.txt]", ["data.train: there is no file", "Did you mean", "/text.txt?"]),
         ("data.train=[{folder}/*.md]", ["data.train: the glob", "/*.md matches no file"]),
@@ -257,6 +265,45 @@ def test_a_run_folder_without_write_permission(refused: Refused, tmp_path: Path)
     (tmp_path / "run").mkdir(mode=0o500)
     said = refused("train", config)
     assert f"train.run_dir = {tmp_path}/run cannot be used: it cannot be written to" in said
+
+
+WITH_LOCK = """
+import sys
+from pathlib import Path
+from jaxpar.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_folder_in_which_another_process_trains(refused: Refused, started: Path):
+    """The second run changes nothing there; when the first has ended, however, it goes on."""
+    run_dir = started.parent / "run"
+    contents = lambda: {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    command, pipe = [sys.executable, "-c", WITH_LOCK, run_dir], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "locked\n"
+        before = contents()
+        said = refused("train", started, *SHORT, "train.steps=4")
+        assert f"train.run_dir = {run_dir} is in use: another process, {other.pid} on " in said
+        assert "Wait until it has ended, or choose another train.run_dir." in said
+        assert contents() == before
+        other.kill()
+    train(started, *SHORT, "train.steps=4")
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_locks_will_do(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Any other error is one."""
+
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(OSError) if number == errno.EIO else nullcontext(), locked(tmp_path):
+        assert (tmp_path / "lock").read_text().startswith(f"{os.getpid()} on ")
 
 
 WITH_SMALL_FILES = """

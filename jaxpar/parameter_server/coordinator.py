@@ -268,17 +268,11 @@ class Coordinator:
             raise RolledBack(self.reported) from None
 
     async def _go_back(self) -> None:
-        replaced, seconds = await self.servers.go_back()
+        replaced, told, seconds = await self.servers.go_back()
         lost, self.version = self.version - self.servers.snapshot, self.servers.snapshot
         for gone in [version for version in self._made if version > self.version]:
             update = self._made.pop(gone)
             self.staleness[update.staleness] -= 1
             self.reported = min(self.reported, update.step)
-        names = ", ".join(map(str, replaced))
-        who = (
-            f"server{'s' * (len(replaced) > 1)} {names} died or stood still"
-            if replaced
-            else "a server did not answer for a while"
-        )
-        text = f"{who}; all are back at version {self.version}, {lost} updates before, after {seconds:.2f} s"
+        text = f"{told}; all are back at version {self.version}, {lost} updates before, after {seconds:.2f} s"
         self._report("server_restored", text, servers=replaced, version=self.version, lost=lost, seconds=seconds)

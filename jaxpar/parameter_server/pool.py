@@ -17,10 +17,17 @@ START_SECONDS = 3600.0
 TRIES = 3
 """How often in a row the start of a process may fail."""
 LOSSES = 10
-"""How many workers may die of one task before it is given up."""
+"""How many workers may be lost with one task before it is given up."""
+
+TIMEOUT = "parameter_server.worker_timeout_seconds"
 
 Report = Callable[..., None]
 """`report(event, text, **numbers)`: tells people and the run's log."""
+
+
+def how_lost(error: BaseException, within: str) -> str:
+    """What became of a process whose call failed so; `within` says in words which time it had to answer."""
+    return f"did not answer within {within}" if isinstance(error, TimeoutError) else "died"
 
 
 @dataclass(eq=False)
@@ -54,7 +61,7 @@ class Pool:
         actors: what starts and ends them.
         count: how many there should be.
         minimum: with fewer nothing is begun.
-        timeout_seconds: after which a worker that does not answer counts as dead.
+        timeout_seconds: a worker that does not answer for so long with one task counts as dead.
         lanes: tasks that a worker has at a time; it does one after the other, so the second is there to begin with.
         report: where events go.
     """
@@ -64,6 +71,7 @@ class Pool:
     ) -> None:
         self._actors, self._count, self._minimum, self._report = actors, count, minimum, report
         self._timeout_seconds, self._lanes = timeout_seconds * lanes, lanes
+        self._within = f"{f'{lanes} × ' * (lanes > 1)}{TIMEOUT} {timeout_seconds:g}"
         self._queue: deque[Task] = deque()
         self._changed = asyncio.Condition()
         self._members: dict[int, Member] = {}
@@ -105,6 +113,7 @@ class Pool:
 
     async def _join(self, index: int) -> Ready:
         """Start a worker and take it in."""
+        end = ""
         for _ in range(TRIES):
             actor = self._actors.worker(index)
             try:
@@ -117,11 +126,12 @@ class Pool:
                 self._actors.kill(actor)
                 if not self._gone(error):
                     raise
-                self._report("worker_failed", f"worker {index} died while it started", index=index)
+                end = how_lost(error, f"{START_SECONDS:g} s")
+                self._report("worker_failed", f"worker {index} {end} while it started", index=index)
                 continue
             member.lanes = {asyncio.create_task(self._attend(member)) for _ in range(self._lanes)}
             return ready
-        raise CheckFailed(f"Worker {index} died {TRIES} times in a row while it started.")
+        raise CheckFailed(f"Worker {index} {end} {TRIES} times in a row while it started.")
 
     async def _attend(self, member: Member) -> None:
         """Give a worker one task after the other, until it dies."""
@@ -162,7 +172,8 @@ class Pool:
                 if task.losses < LOSSES:
                     self._queue.appendleft(task)
                 else:
-                    task.fail(CheckFailed(f"{LOSSES} workers died one after the other of the same share of a batch."))
+                    end = how_lost(error, self._within)
+                    task.fail(CheckFailed(f"{LOSSES} workers were lost with one share of a batch: the last one {end}."))
             first = self._members.get(member.index) is member  # of its lanes to see it
             if first:
                 del self._members[member.index]
@@ -172,7 +183,7 @@ class Pool:
         if not first:
             return
         self._actors.kill(member.actor)
-        text = f"worker {member.index} {'does not answer' if isinstance(error, TimeoutError) else 'died'}; "
+        text = f"worker {member.index} {how_lost(error, self._within)}; "
         if self.live < self._minimum:
             text += f"waiting: {self.live} of at least {self._minimum} workers are left"
         else:

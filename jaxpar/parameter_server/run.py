@@ -32,7 +32,7 @@ from jaxpar.parameter_server.slices import Slices
 from jaxpar.parameter_server.step_log import StepLog, in_steps
 from jaxpar.parameter_server.together import in_thread, unless
 from jaxpar.parameter_server.update import RolledBack
-from jaxpar.parameter_server.whole import Whole
+from jaxpar.parameter_server.whole import Whole, parameter_shapes, slices_of
 from jaxpar.parameter_server.worker import Worker
 from jaxpar.step import MakeModel
 
@@ -70,13 +70,15 @@ def train(
     """
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
-    data = open_data(config, run_dir / "tokens")
-    stay_on_cpu()
-    use_config_dtypes(config)
-    whole = Whole(config, make_model)
-    with cluster(config.parameter_server.ray_address):
-        make_actors = lambda config, slices, folder: RayActors(config, slices, folder, run_dir, make_model, worker)
-        return train_with(config, whole, data, make_actors)
+    with run_folder.locked(run_dir):
+        stay_on_cpu()
+        use_config_dtypes(config)
+        slices_of(config, parameter_shapes(config, make_model))  # refuses more servers than there are arrays
+        # Ray starts before any device of JAX, whose threads would not survive Ray's forks. JAX warns of that.
+        with cluster(config.parameter_server.ray_address):
+            data = open_data(config, run_dir / "tokens")  # which writes, so when all that is quick to check is right
+            make_actors = lambda config, slices, folder: RayActors(config, slices, folder, run_dir, make_model, worker)
+            return train_with(config, Whole(config, make_model), data, make_actors)
 
 
 def train_with(config: Config, whole: Whole, data: Data, make_actors: MakeActors) -> dict[str, Any]:
@@ -144,8 +146,8 @@ class Run:
     async def whole_run(self, actors: Actors, state: Any, signals: Sequence[int]) -> dict[str, Any]:
         """Start all processes, train, and end them."""
         before = int(state.skipped), int(state.skipped_in_a_row)
-        on_step = lambda step, updates: self.log.take(step, updates, self.coordinator.pool.live)
-        self.coordinator = Coordinator(self.config, actors, self.done, before, self.report, on_step)
+        take = lambda step, updates: self.log.take(step, updates, coordinator.version, coordinator.pool.live)
+        self.coordinator = coordinator = Coordinator(self.config, actors, self.done, before, self.report, take)
         try:
             if self.done < self.config.train.steps:
                 await unless(self._work(state, signals), self._watch(actors))
@@ -159,16 +161,18 @@ class Run:
         del state
         self.log.start_clock(ready)
         seconds, processes = time.monotonic() - began, [worker.process for worker in ready]
-        text = f"{len(processes)} workers are ready after {seconds:.1f} s"
+        ready_ones = f"{len(processes)} workers are" if len(processes) > 1 else "1 worker is"
+        text = f"{ready_ones} ready after {seconds:.1f} s"
         self.report("started", text, seconds=seconds, processes=processes)
         first, stop = self.done + 1, None
         try:
             await self._loop(signals)
         except Stopped as asked:
             stop = asked
-        busy = await self.coordinator.busy_seconds()
-        for line in write_report(self.folder, (first, self.done), self.coordinator, busy, self.log.totals):
-            say(self.bar.console, line)
+        if self.done >= first:
+            busy = await self.coordinator.busy_seconds()
+            for line in write_report(self.folder, (first, self.done), self.coordinator, busy, self.log.totals):
+                say(self.bar.console, line)
         if stop:
             raise stop
 

@@ -92,6 +92,7 @@ class Server:
         self._writing = None  # that is of a history which is given up; what is written next comes after it
         self._pulled: dict[tuple[int | None, bool], Any] = {}
         self._changed = {name: np.full(_tracked(name, leaf), version) for name, leaf in named(self._params).items()}
+        self._compile()
         self._write("load", version=version)
 
     @np.errstate(over="ignore", invalid="ignore")  # what is not finite is seen in the norm
@@ -248,6 +249,14 @@ class Server:
         updates, opt_state = self._optimizer.update(grads, opt_state, params, global_norm=norm)
         new = optax.apply_updates(params, updates), opt_state
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, (params, before))
+
+    def _compile(self) -> None:
+        """Make an update of nothing and throw it away, so that the time of the first one does not hold compilation."""
+        wide = lambda dtype: jax.numpy.promote_types(dtype, np.float32)  # as gradients come
+        grads = {name: np.zeros(leaf.shape, wide(leaf.dtype)) for name, leaf in named(self._params).items()}
+        self._update(self._params, self._opt_state, nested(grads), np.zeros((), np.result_type(*grads.values())))
+        if self._predicts:
+            self._moved_on(self._params, self._before, self._staleness)
 
     def _note_changes(self, name: str, before: np.ndarray, after: np.ndarray) -> None:
         changed = self._changed[name]

@@ -40,6 +40,8 @@ class StepLog:
         self.last: dict[str, Any] = {}
         self.bad = 0
         self.totals = {"pulled_bytes": 0, "pushed_bytes": 0, "saved_bytes": 0}
+        self._rates: dict[str, float] = {}
+        self._read_at = 0  # the version at the clock's last reading
 
     @property
     def unevaluated(self) -> bool:
@@ -53,13 +55,15 @@ class StepLog:
         per_token = flops_per_token(config.model, config.data.sequence_length)
         devices = len(ready) * config.mesh.data * config.mesh.pipe * config.mesh.tensor
         self.clock = StepClock(per_token, ready[0].peak_flops_per_second, devices)
+        self._rates, self._read_at = {}, 0
 
-    def take(self, step: int, updates: Sequence[Update], workers: int) -> None:
+    def take(self, step: int, updates: Sequence[Update], version: int, workers: int) -> None:
         """Take in a step, and write the one before.
 
         Args:
             step: its number, from 1.
             updates: all of its updates.
+            version: how many updates are made by now, those of earlier and later steps included.
             workers: how many are alive.
         """
         self.write()
@@ -68,7 +72,6 @@ class StepLog:
         last = updates[-1]
         sent = {name: sum(getattr(g, name) for g in gradients) for name in self.totals}
         self.totals = {name: total + sent[name] for name, total in self.totals.items()}
-        batch_tokens = self._config.train.global_batch * self._config.data.sequence_length
         made = step - 1 - (last.skipped - (last.skipped_in_a_row > 0)) // self._per_step
         self.bad = in_steps(last.skipped_in_a_row, self._per_step)
         self.last = {
@@ -81,7 +84,7 @@ class StepLog:
             "skipped_in_a_row": self.bad,
             "tokens_per_second": None,
             "step_seconds": None,
-            **self.clock.read(step, step * batch_tokens, time.monotonic()),
+            **self._rates_at(version),
             "peak_memory_bytes": peak_memory_bytes(),
             "workers": workers,
             **sent,
@@ -89,6 +92,20 @@ class StepLog:
         if self._config.parameter_server.mode == "async":
             self.last["staleness"] = sum(update.staleness for update in updates) / len(updates)
         self._pending = True
+
+    def _rates_at(self, version: int) -> dict[str, float]:
+        """The rates over the last step's worth of updates or more.
+
+        Updates are made evenly, but in async mode steps are complete, and so taken in, several at a time. The rates
+        stay where fewer updates have come since the clock was read.
+        """
+        if not self._read_at or version - self._read_at >= self._per_step:
+            self._read_at = version
+            update_tokens = self._config.train.global_batch * self._config.data.sequence_length // self._per_step
+            self._rates = self.clock.read(version, version * update_tokens, time.monotonic())
+            if self._rates:
+                self._rates["step_seconds"] *= self._per_step  # the clock was told of updates
+        return self._rates
 
     def evaluated(self, loss: float, seconds: float) -> None:
         """Add an evaluation to the last step's numbers, and keep its time out of the next rates."""

@@ -3,18 +3,19 @@
 In async mode a step is several updates, and servers count updates: counters are turned on the way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxpar.config import Config, MeshConfig, ParallelConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.names import Named, like, named
 from jaxpar.parameter_server.server import updates_per_step
-from jaxpar.parameter_server.slices import assemble, cut, take, take_state
-from jaxpar.step import MakeModel, Program, build
+from jaxpar.parameter_server.slices import Slices, assemble, cut, take, take_state
+from jaxpar.step import MakeModel, Program, build, model_maker
 
 
 class Whole:
@@ -35,8 +36,7 @@ class Whole:
         self.program: Program = build(config.of_one_worker().model_copy(update=alone), mesh, make_model)
         self.params: Named = named(self.program.saved_state.params)
         self.opt_state: Named = named(self.program.saved_state.opt_state)
-        servers = config.parameter_server.servers
-        self.slices = cut(self.params, servers, by_rows=config.optimizer.name != "adafactor")
+        self.slices = slices_of(config, self.params)
         self._per_step = updates_per_step(config)
 
     def parts(self, state: Any) -> list[tuple[Named, Named]]:
@@ -59,6 +59,22 @@ class Whole:
             skipped=counter(skipped),
             skipped_in_a_row=counter(in_a_row),
         )
+
+
+def parameter_shapes(config: Config, make_model: MakeModel | None = None) -> Named:
+    """Shapes of a run's parameters by name, for which no device of JAX has to start."""
+    make_model = make_model or model_maker(config, "cpu")
+    model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+    return named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def slices_of(config: Config, params: Mapping[str, Any]) -> tuple[Slices, ...]:
+    """What each server of a run owns of these parameters, arrays or shapes.
+
+    Raises:
+        InputError: more servers than parameters.
+    """
+    return cut(params, config.parameter_server.servers, by_rows=config.optimizer.name != "adafactor")
 
 
 def _counted(opt_state: Named, turn: Callable[[Any], Any]) -> Named:

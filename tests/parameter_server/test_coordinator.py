@@ -180,19 +180,26 @@ def test_what_does_not_answer_is_replaced(kind: str, mode: str, tmp_path: Path):
     assert (said["worker_died"], said["server_restored"]) == ((1, 0) if kind == "worker" else (0, 1))
     if kind == "worker":
         (text,) = (event["text"] for event in world.events if event["event"] == "worker_died")
-        assert text.startswith(f"worker {stopped[0].index} does not answer; ")
+        index = stopped[0].index
+        assert text.startswith(f"worker {index} did not answer within parameter_server.worker_timeout_seconds 1.5; ")
+    else:
+        (text,) = (event["text"] for event in world.events if event["event"] == "server_restored")
+        index = stopped[0].index
+        assert text.startswith(
+            f"server {index} did not answer within parameter_server.worker_timeout_seconds 1.5; all are back "
+        )
 
 
 def test_servers_that_die_again_and_again_end_the_run(tmp_path: Path):
     config = settings(tmp_path, "sync")
     fate = lambda world, actor, moment: moment == "apply" and actor.instance.version == 3
-    with pytest.raises(CheckFailed, match=r"Servers died 11 times in a row before .* than that of version [02]\."):
+    with pytest.raises(CheckFailed, match=r"lost 11 times in a row before .* version [02]: server [01] died"):
         coordinate(World(config, tmp_path / "apply", fate=fate), STEPS)
     fate = lambda world, actor, moment: moment == "restore" or (moment == "apply" and actor.instance.version == 3)
-    with pytest.raises(CheckFailed, match=r"Servers died 3 times in a row on the way back to version [02]\."):
+    with pytest.raises(CheckFailed, match=r"lost 3 times in a row on the way back to version [02]: server [01] died"):
         coordinate(World(config, tmp_path / "restore", fate=fate), STEPS)
     fate = lambda world, actor, moment: moment == "load"
-    with pytest.raises(CheckFailed, match="servers died 3 times in a row while they started"):
+    with pytest.raises(CheckFailed, match=r"lost 3 times in a row while they started: the last one died\."):
         coordinate(World(config, tmp_path / "load", fate=fate), STEPS)
 
 

@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from whole_runs import same_bits, saved, tiny, with_servers
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import CheckFailed, Config, InputError
 from jaxpar.data.sources import open_data
-from jaxpar.parameter_server import run
+from jaxpar.parameter_server import cluster, run
 from jaxpar.parameter_server.coordinator import Coordinator
 from jaxpar.parameter_server.server import Server
 from jaxpar.parameter_server.worker import Worker
@@ -257,13 +258,15 @@ def test_a_signal_while_workers_start(capsys, tmp_path: Path, undisturbed: Confi
     with pytest.raises(SystemExit) as stop:
         with_servers(tmp_path, *PAUSES, EVERY_2, make_actors=disturbed)
     assert stop.value.code == 143 and disturbed.calls == []
-    assert "stopped by SIGTERM after step 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 0" in said
+    assert "steps 1 to 0" not in said and not (tmp_path / "run" / "parameter_server" / "report.json").exists()
     config = with_servers(tmp_path, *PAUSES, EVERY_2)
     same_run(config, undisturbed)
 
 
 @pytest.mark.parametrize("mode, workers", [("sync", 2), ("async", 1)])
-def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, tmp_path: Path):
+def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, capsys, tmp_path: Path):
     """From step 5 on; a server dies after three of them, and what is counted is right all the same."""
     mode_settings = (f"parameter_server.mode={mode}", "parameter_server.max_staleness=0")
     settings = ("data.validation=0.1", "train.max_bad_steps=4", EVERY_2, *mode_settings)
@@ -281,6 +284,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, tmp_p
 
     stopped_after(8, 4)
     assert disturbed.deaths == Counter(apply=1)
+    assert f"\n{'2 workers are' if workers == 2 else '1 worker is'} ready after " in capsys.readouterr().out
     stopped_after(9, 5)  # the same command goes on counting
 
 
@@ -301,10 +305,39 @@ def test_a_run_ends_when_ray_itself_is_dead(answer: Callable[[], Any], tmp_path:
     assert time.monotonic() - began < 30
 
 
-def test_more_servers_than_arrays_are_refused_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "cluster", lambda address: pytest.fail("Ray was started"))
-    with pytest.raises(InputError, match=r"servers 99 ≤ 12, the number of the model's parameter arrays"):
-        run.train(tiny(tmp_path, "train.data_parallel=parameter_server", "parameter_server.servers=99"))
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("parameter_server.servers=99", "servers 99 ≤ 12, the number of the model's parameter arrays"),
+        ("parameter_server.ray_address=head", "ray_address head must be host:port"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_ray_starts_and_text_is_read(
+    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cluster, "_initialise", lambda *args: pytest.fail("Ray was started"))
+    with pytest.raises(InputError, match=said):
+        run.train(tiny(tmp_path, "train.data_parallel=parameter_server", override))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_no_two_runs_are_in_a_folder_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """While `train` has its cluster, another one is refused; afterwards it is not."""
+    config = tiny(tmp_path, "train.data_parallel=parameter_server")
+    in_the_cluster: list[str] = []
+
+    @contextmanager
+    def no_cluster(address: str | None) -> Iterator[None]:
+        in_the_cluster.append("entered")
+        if len(in_the_cluster) == 1:
+            run.train(config)
+        yield
+
+    monkeypatch.setattr(run, "cluster", no_cluster)
+    monkeypatch.setattr(run, "train_with", lambda *args: {"step": 1})
+    with pytest.raises(InputError, match=f"^train.run_dir = {tmp_path}/run is in use: another process, {os.getpid()} "):
+        run.train(config)
+    assert len(in_the_cluster) == 1 and run.train(config) == {"step": 1}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

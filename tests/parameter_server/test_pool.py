@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpar.config import CheckFailed
+from jaxpar.parameter_server import pool as pool_module
 from jaxpar.parameter_server.pool import LOSSES, TRIES, Pool
 from jaxpar.parameter_server.worker import Ready
 
@@ -260,23 +261,30 @@ def test_one_that_joins_late_saves_the_run():
     assert len(with_pool(actors, test, minimum=2)) == 9
 
 
-def test_a_task_that_kills_whoever_begins_it_is_given_up():
+@pytest.mark.parametrize(
+    "silent, end", [(False, "died"), (True, r"did not answer within parameter_server\.worker_timeout_seconds 0\.1")]
+)
+def test_a_task_that_ends_whoever_begins_it_is_given_up(silent: bool, end: str):
     async def during(fake: Fake, x: Any) -> None:
+        if silent and x == 5:
+            await asyncio.sleep(60)
         fake.alive = fake.alive and x != 5
 
     actors = FakeActors(during=during)
-    with pytest.raises(CheckFailed, match=f"{LOSSES} workers died one after the other"):
-        with_pool(actors, lambda pool: tasks(pool, 9))
+    with pytest.raises(CheckFailed, match=f"^{LOSSES} workers were lost with one share of a batch: the last one {end}"):
+        with_pool(actors, lambda pool: tasks(pool, 9), timeout_seconds=0.1 if silent else 20)
     assert actors.count("worker_died") == LOSSES
 
 
-def test_one_that_does_not_answer_is_replaced():
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_one_that_does_not_answer_is_replaced(lanes: int):
     async def during(fake: Fake, x: Any) -> None:
         await (asyncio.sleep(60) if fake.number == 1 else turns(5))
 
     actors = FakeActors(during=during)
-    assert len(with_pool(actors, lambda pool: tasks(pool, 9), timeout_seconds=0.3)) == 9
-    assert actors.said[0] == ("worker_died", "worker 1 does not answer; 2 of 3 go on")
+    assert len(with_pool(actors, lambda pool: tasks(pool, 9), lanes=lanes, timeout_seconds=0.25)) == 9
+    within = f"{'2 × ' if lanes == 2 else ''}parameter_server.worker_timeout_seconds 0.25"
+    assert actors.said[0] == ("worker_died", f"worker 1 did not answer within {within}; 2 of 3 go on")
 
 
 def test_what_a_task_raises_is_for_the_one_who_gave_it():
@@ -326,3 +334,13 @@ def test_one_that_cannot_start_ends_the_run_and_the_others(error: Exception, mes
     with pytest.raises((CheckFailed, ValueError), match=message):
         with_pool(actors, lambda pool: tasks(pool, 1))
     assert len(actors.made) == (2 + TRIES if isinstance(error, Died) else 3)
+
+
+def test_a_start_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """It may take longer than a share, and when it does not end at all, this is said."""
+    actors = FakeActors(lambda fake: asyncio.sleep(0.3))
+    assert len(with_pool(actors, lambda pool: tasks(pool, 4), timeout_seconds=0.1)) == 4 and not actors.said
+    monkeypatch.setattr(pool_module, "START_SECONDS", 0.1)
+    with pytest.raises(CheckFailed, match=f"Worker 0 did not answer within 0.1 s {TRIES} times in a row while it star"):
+        with_pool(actors, lambda pool: tasks(pool, 4), count=1)
+    assert actors.said == [("worker_failed", "worker 0 did not answer within 0.1 s while it started")] * TRIES

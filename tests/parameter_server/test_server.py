@@ -337,3 +337,20 @@ def test_async_updates_have_a_part_of_the_step_s_learning_rate():
         rates[mode] = [float(jax.jit(rate)(count)) for count in range(12)]
     assert rates["async"][:8] == pytest.approx([rates["sync"][count // 4] / 4 for count in range(8)])
     assert len(set(rates["sync"])) == 11
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_time_of_the_first_update_holds_no_compilation(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which counts for whether a server is alive; and what compiles changes nothing."""
+    traced: list[str] = []
+    updated, moved_on = Server._updated, module._moved_on
+    monkeypatch.setattr(Server, "_updated", lambda *args: traced.append("update") or updated(*args))
+    monkeypatch.setattr(module, "_moved_on", lambda *args: traced.append("prediction") or moved_on(*args))
+    momentum = {"optimizer__momentum": 0.9, "parameter_server__mode": "async"}
+    server = make(tmp_path, dtype=dtype, **momentum)
+    assert traced == ["update", "prediction"]
+    want = {name: leaf.astype(dtype).tobytes() for name, leaf in arrays(0, dtype).items()}
+    assert {name: leaf.tobytes() for name, leaf in server.state()[1].items()} == want
+    update(server, 101, arrays(1, "float64" if dtype == "float64" else "float32"))  # as workers send gradients
+    server.pull(None, predicted=True)
+    assert traced == ["update", "prediction"]
