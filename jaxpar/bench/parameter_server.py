@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
@@ -26,12 +25,10 @@ from jaxpar.bench.parameter_server_report import draw, notes, tables
 from jaxpar.config import Config, InputError
 from jaxpar.data.sources import open_data
 from jaxpar.mesh import stay_on_cpu, use_config_dtypes
-from jaxpar.names import Named, named
 from jaxpar.parameter_server.cluster import cluster
 from jaxpar.parameter_server.slices import cut, nbytes
-from jaxpar.parameter_server.whole import Whole
+from jaxpar.parameter_server.whole import Whole, parameter_shapes
 from jaxpar.planner.output import check_output
-from jaxpar.step import model_maker
 
 MODES = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 TAIL = 3
@@ -148,7 +145,7 @@ def run(
             check_output(option, file)
     cases = [of_servers(config, m, s, w, steps) for m in MODES[mode] for s in counts[0] for w in counts[1]]
     replicas = {w: of_replicas(config, w, steps) for w in counts[1]}
-    cut(_parameters(config), counts[0][-1], by_rows=True)  # refuses more servers than there are parameters
+    cut(parameter_shapes(config), counts[0][-1], by_rows=True)  # refuses more servers than there are parameters
     with tempfile.TemporaryDirectory() as folder:
         result = {
             "cores": os.cpu_count(),
@@ -168,12 +165,6 @@ def run(
         console.print(table)
     for line in notes(result):
         console.print(line)
-
-
-def _parameters(config: Config) -> Named:
-    """Shapes of the parameters by name. JAX's threads do not start here: Ray, which comes next, forks."""
-    model = nnx.eval_shape(lambda: model_maker(config, "cpu")(nnx.Rngs(params=config.train.seed)))
-    return named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 def _measure_all(cases: Sequence[Config], replicas: Mapping[int, Config], steps: int, folder: Path) -> dict[str, Any]:
