@@ -102,7 +102,7 @@ def test_measured_multiplications_make_a_cluster_for_the_planner(tmp_path, monke
     monkeypatch.setattr(matmul, "measure", lambda: pytest.fail("it was measured"))
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "mine.yaml").write_text("mine\n")
-    for name, said in (("folder.yaml", "is a folder"), ("mine.yaml", "jaxpar did not write it")):
+    for name, said in (("folder.yaml", "is a folder"), ("mine.yaml", "is no cluster that jaxpar wrote")):
         with pytest.raises(InputError, match=said):
             matmul.run(output=tmp_path / name)
 

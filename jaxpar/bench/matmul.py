@@ -17,7 +17,7 @@ from rich.table import Table
 from jaxpar import mesh
 from jaxpar.hardware import SHARE_OF_PEAK, Device, find
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.output import check_cluster_file, sealed
+from jaxpar.planner.output import CLUSTER, check_cluster_file, sealed
 
 SIZES = tuple(2**n for n in range(7, 15))
 """Rows and columns of the matrices: 128 to 16,384."""
@@ -135,7 +135,7 @@ def run(*, output: Path | None = None, as_json: bool = False) -> None:
             progress.update(task, completed=done, description=f"{row['dtype']} {row['size']}")
     if output:
         comment = f"# Measured by `jaxpar bench matmul` on {kind}. For `jaxpar plan --cluster {output}`; set hosts.\n"
-        output.write_text(sealed(comment + cluster(rows).to_yaml()), encoding="utf-8")
+        output.write_text(sealed(comment + cluster(rows).to_yaml(), CLUSTER), encoding="utf-8")
     if as_json:
         print(json.dumps({"device": kind, "rows": rows}))
         return

@@ -77,6 +77,8 @@ def read_measured(path: str | Path, axis: str | None = "data", key: str = "grad_
         raise InputError(
             f"{key} = {path}: is not what `jaxpar bench collectives CONFIG --output FILE` writes ({error})."
         ) from None
+    if not rows:
+        raise InputError(f"{key} = {path}: has no measurement.")
     if not found:
         measured = sorted({row["axis"] for row in rows})
         raise InputError(

@@ -13,7 +13,7 @@ from jaxpar.parameter_server.together import together
 from jaxpar.parameter_server.worker import ServerLost
 
 START_SECONDS = 600.0
-"""The longest that a server may take to start and take over a state, which includes importing JAX and compiling."""
+"""What a server may take at least to start and take over a state, which includes importing JAX and compiling."""
 WAYS_BACK = 10
 """How often servers may go back to one snapshot before they have written another."""
 
@@ -34,6 +34,7 @@ class Servers:
 
     def __init__(self, actors: Actors, count: int, timeout_seconds: float) -> None:
         self._actors, self._count, self._timeout_seconds = actors, count, timeout_seconds
+        self._start_seconds = max(START_SECONDS, timeout_seconds)
         self._numbers = itertools.count(1)
         self.handles: list[Any] = []
         self.era = self.snapshot = 0
@@ -52,7 +53,7 @@ class Servers:
             pairs = zip(self.handles, states, strict=True)
             try:
                 loads = [server.load.remote(version, self.era, *state) for server, state in pairs]
-                await self.answers(loads, START_SECONDS)
+                await self.answers(loads, self._start_seconds)
                 await self.write_snapshot(version)
                 return
             except ServerLost as lost:
@@ -112,7 +113,7 @@ class Servers:
         self._ways_back += 1
         lost: dict[int, str] = {}
         for _ in range(TRIES):
-            seconds = [START_SECONDS if index in lost else None for index in range(self._count)]
+            seconds = [self._start_seconds if index in lost else None for index in range(self._count)]
             ends = await together(map(self._end, self.handles, seconds))
             ended = {index: end for index, end in enumerate(ends) if end}
             lost |= ended
@@ -128,7 +129,7 @@ class Servers:
             self.era = self.number()
             restores = self.call("restore", self.snapshot, self.era)
             try:
-                await self.answers(restores, START_SECONDS if lost else None)
+                await self.answers(restores, self._start_seconds if lost else None)
                 return sorted(lost), self._told(lost), time.monotonic() - began
             except ServerLost:
                 continue

@@ -17,7 +17,7 @@ from jaxpar.planner.layout import Workload
 from jaxpar.planner.limits import check_model, check_tokens
 from jaxpar.planner.measured import STUDY
 from jaxpar.planner.model import Given, count, read
-from jaxpar.planner.output import check_output, check_replaceable
+from jaxpar.planner.output import PLAN, check_output, check_replaceable
 from jaxpar.planner.plan import make_plan
 from jaxpar.planner.space import Space
 
@@ -184,4 +184,4 @@ def _check_files(model: str, plot_file: Path | None, config_file: Path | None) -
             )
         if plot_file and plot_file.resolve() == config_file.resolve():
             raise InputError(f"--write {config_file}: is the file of --plot, too. Name two files.")
-        check_replaceable("--write", config_file)
+        check_replaceable("--write", config_file, PLAN)

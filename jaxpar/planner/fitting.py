@@ -1,6 +1,7 @@
 """What `jaxpar plan --fit` does: from measured layouts to a file that `--cluster` takes."""
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from jaxpar.config import InputError, ModelConfig
 from jaxpar.planner.calibrate import EAGER, FACTORS, Evaluation, evaluate, fit, told
 from jaxpar.planner.cluster import Cluster, parse_cluster
 from jaxpar.planner.measured import STUDY, read_rows
-from jaxpar.planner.output import check_cluster_file, sealed
+from jaxpar.planner.output import CLUSTER, check_cluster_file, sealed
 from jaxpar.planner.systems import SYSTEMS
 
 
@@ -43,8 +44,12 @@ def run(
         hint = f" Did you mean {near[0]}?" if near else ""
         raise InputError(f"system {system} is not known: must be one of {', '.join(SYSTEMS)}.{hint}")
     check_cluster_file(output)
+    if output.exists() and os.path.exists(cluster) and output.samefile(cluster):
+        raise InputError(f"--output {output}: is the --cluster itself, which stays as it is. Write to another file.")
     start = parse_cluster(cluster)
     rows = read_rows(measured, models, sequence_length=sequence_length, per_host=start.per_host)
+    if not any(row.seconds for row in rows):
+        raise InputError(f"--fit {measured}: no run has tok_s_gpu, so that there is nothing to fit to.")
     given = start.efficiency
     if SYSTEMS[system] is not None:
         start = replace(start, efficiency=EAGER)
@@ -56,13 +61,20 @@ def run(
     comment = (
         f"# {', '.join(factors)}: fitted by `jaxpar plan --fit` to {judged.rows} runs of {system} in {measured.name}.\n"
         f"# Error of tokens per second: {judged.median_error:.1%} in the median; {judged.held_up:.0%} of the runs took "
-        f"over twice as long as predicted, the others' mean error is {judged.mean_error_of_others:.1%}.\n"
+        f"over twice as long as predicted, {_others(judged)}.\n"
     )
     if untold:
         comment += f"# {', '.join(untold)}: as given; no run depends on them.\n"
-    output.write_text(sealed(comment + found.to_yaml()), encoding="utf-8")
+    output.write_text(sealed(comment + found.to_yaml(), CLUSTER), encoding="utf-8")
     show(found, judged, output, tuple(untold))
     return found, judged
+
+
+def _others(judged: Evaluation) -> str:
+    """Of the runs that nothing held up."""
+    if judged.held_up == 1:
+        return "and there are no others"
+    return f"the others' mean error is {judged.mean_error_of_others:.1%}"
 
 
 def show(found: Cluster, judged: Evaluation, output: Path, untold: Sequence[str] = ()) -> None:
@@ -80,7 +92,7 @@ def show(found: Cluster, judged: Evaluation, output: Path, untold: Sequence[str]
     console.print(table)
     console.print(
         f"error of tokens per second: median {judged.median_error:.1%}, mean {judged.mean_error:.1%}, 90th percentile "
-        f"{judged.p90_error:.1%}; {judged.held_up:.1%} of the runs took over twice as long as predicted, without them "
-        f"the mean is {judged.mean_error_of_others:.1%}. {judged.impossible:.1%} are called impossible."
+        f"{judged.p90_error:.1%}; {judged.held_up:.1%} of the runs took over twice as long as predicted, "
+        f"{_others(judged)}. {judged.impossible:.1%} are called impossible."
     )
     console.print(f"written to {output}")

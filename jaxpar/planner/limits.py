@@ -38,6 +38,6 @@ def check_model(model: ModelConfig) -> None:
         raise InputError(
             f"model.num_hidden_layers {model.num_hidden_layers:,}: a plan is for at most {LAYERS:,} layers."
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
         if (size := getattr(model, name)) > WIDTH:
             raise InputError(f"model.{name} {size:,}: a plan is for at most 2^24, {WIDTH:,}.")

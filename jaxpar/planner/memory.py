@@ -33,7 +33,8 @@ class MemoryParts:
         gradients: as they are summed over microbatches before `data`: whole but in ZeRO-3, and in ZeRO-2 with one
             microbatch and no stages.
         optimizer: the optimizer's state.
-        activations: what forwards keep for their backwards, over all live microbatches, and outputs that wait.
+        activations: what forwards keep for their backwards, over all live microbatches, and outputs that wait; of it
+            what is there beside the gradients.
         temporaries: copies of weights ready for use, more buffers for gradients, logits, one layer at work.
         batch: tokens, targets and mask of one step.
     """
@@ -158,13 +159,15 @@ def memory(
     )
     during = state.sums + activations + state.copies + t.reordered * state.reordered + max(moments) + t.workspace
     fullest = max(during, state.at_end)
+    # With one microbatch they are gone by the time all gradients are there.
+    beside = min(activations, fullest - state.gradients)
     rows = workload.global_batch // layout.data
     return MemoryParts(
         parameters=state.parameters,
         gradients=state.gradients,
         optimizer=state.optimizer,
-        activations=activations,
-        temporaries=max(0.0, fullest - state.gradients - activations),
+        activations=beside,
+        temporaries=fullest - state.gradients - beside,
         batch=rows * workload.sequence_length * 9,  # two int32 and a bool for each token
     )
 

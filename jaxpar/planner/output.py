@@ -5,7 +5,10 @@ from pathlib import Path
 
 from jaxpar.config import InputError
 
-SEAL = "# Written by jaxpar, which replaces this file as long as it is unchanged: "
+SEAL = "# A {kind} that jaxpar wrote, and replaces as long as it is unchanged: "
+"""How the last line of a file begins that jaxpar may replace."""
+PLAN, CLUSTER = "plan", "cluster"
+"""Kinds of such files; one does not replace the other."""
 
 
 def check_output(name: str, file: Path) -> None:
@@ -33,17 +36,18 @@ def check_output(name: str, file: Path) -> None:
         raise InputError(f"{name} {file}: cannot be written: {error.strerror}.") from None
 
 
-def sealed(text: str) -> str:
+def sealed(text: str, kind: str) -> str:
     """A text with a last line by which it is known that nobody has changed it: `check_replaceable`."""
-    return f"{text}{SEAL}{_digest(text)}\n"
+    return f"{text}{SEAL.format(kind=kind)}{_digest(text)}\n"
 
 
-def check_replaceable(name: str, file: Path) -> None:
+def check_replaceable(name: str, file: Path, kind: str) -> None:
     """Make sure that a file can be written, and that nothing is lost by it but what jaxpar wrote there before.
 
     Args:
         name: of the option that names it, for the error.
         file: that is to be written, with a text that is `sealed`.
+        kind: of the text.
 
     Raises:
         InputError: when it cannot be written, or holds something else.
@@ -51,9 +55,15 @@ def check_replaceable(name: str, file: Path) -> None:
     check_output(name, file)
     if not file.exists():
         return
-    text, seal, digest = file.read_text(encoding="utf-8", errors="replace").rpartition(SEAL)
+    try:
+        held = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{name} {file}: is there already, and cannot be read: {error.strerror}.") from None
+    text, seal, digest = held.rpartition(SEAL.format(kind=kind))
     if not seal:
-        raise InputError(f"{name} {file}: is there already, and jaxpar did not write it. Remove it, or name another.")
+        raise InputError(
+            f"{name} {file}: is there already, and is no {kind} that jaxpar wrote. Remove it, or name another."
+        )
     if digest.strip() != _digest(text):
         raise InputError(f"{name} {file}: has been changed since jaxpar wrote it. Remove it, or name another.")
 
@@ -62,7 +72,7 @@ def check_cluster_file(file: Path) -> None:
     """The same of a cluster file, `--output FILE.yaml`."""
     if file.suffix not in (".yaml", ".yml"):
         raise InputError(f"--output {file}: must be a .yaml file.")
-    check_replaceable("--output", file)
+    check_replaceable("--output", file, CLUSTER)
 
 
 def _digest(text: str) -> str:

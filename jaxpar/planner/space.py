@@ -5,7 +5,8 @@ Left out are
 * doubles: ZeRO and reduction algorithms with one replica, hierarchical reduction where the replicas do not share hosts
   or are all on one, sequence parallel with tensor 1;
 * gpipe: it takes the ticks of 1f1b, keeps at least as many activations, and hides messages in fewer of the ticks;
-* more chunks than are needed for a largest part of as many layers: more messages and more live inputs at the same pace.
+* more chunks than are needed for a largest part of as many layers, where all layers cost the same: more messages and
+  more live inputs at the same pace.
 """
 
 import math
@@ -151,9 +152,9 @@ class Space:
 
     def round_batch(self, wanted: float, *, inside_hosts: bool = False) -> int:
         """A number of sequences for about so many: within 2.5% the one that most replicas divide, else the nearest."""
-        nearest = self.nearest_batch(wanted, inside_hosts=inside_hosts)
+        closest = self.nearest_batch(wanted, inside_hosts=inside_hosts)
         legal = _multiples(wanted, self._replicas(inside_hosts))
-        near = [count for count in legal if abs(count - wanted) <= ROUNDING * wanted] or [nearest]
+        near = [count for count in legal if abs(count - wanted) <= ROUNDING * wanted] or [closest]
         return max(near, key=lambda count: (math.gcd(count, self.cluster.devices), -abs(count - wanted), count))
 
     def _replicas(self, inside_hosts: bool = False) -> list[int]:
@@ -191,11 +192,11 @@ class Space:
 
         Each choice is held against the rules by itself: no rule looks at two of those that vary on a mesh.
         """
-        base = Layout(*sizes)
+        base, costs = Layout(*sizes), self.workload.layer_costs
         replicas, layers = self.workload.global_batch // base.data, self.config.model.num_hidden_layers
         values = {
             "zero": range(4 if base.data > 1 else 1),
-            "chunks": chunk_counts(layers, base.pipe),
+            "chunks": range(1, layers // base.pipe + 1) if costs and base.pipe > 1 else chunk_counts(layers, base.pipe),
             "microbatches": divisors(replicas),
             "remat": REMATS,
             "sequence_parallel": (False, True) if base.tensor > 1 else (False,),

@@ -8,7 +8,7 @@ from jaxpar.config.yaml12 import dump
 from jaxpar.pipeline.partition import Partition
 from jaxpar.planner.attention import COMPILED_WITH, attention_in_words
 from jaxpar.planner.model import Given
-from jaxpar.planner.output import sealed
+from jaxpar.planner.output import PLAN, sealed
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import Price
 from jaxpar.planner.words import MEMORY, gigabytes, mesh
@@ -42,7 +42,7 @@ def text(plan: Plan, given: Given, command: str) -> str:
     config = config_of(given.config, plan.best)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in _comment(plan, plan.best, config, given, command))
     sections = re.sub(r"^(?=\w)", "\n", dump(config.model_dump(mode="json", exclude_none=True)), flags=re.MULTILINE)
-    return sealed(comment + sections)
+    return sealed(comment + sections, PLAN)
 
 
 def _comment(plan: Plan, price: Price, config: Config, given: Given, command: str) -> Sequence[str]:

@@ -91,10 +91,11 @@ def test_a_start_may_take_longer_than_an_answer():
 
 
 @pytest.mark.parametrize(
-    "start_seconds, within", [(0.1, "0.1 s"), (60, "parameter_server.worker_timeout_seconds 0.05")]
+    "start_seconds, timeout, within",
+    [(0.1, 0.05, "0.1 s"), (0.01, 0.12, "0.12 s"), (60, 0.05, "parameter_server.worker_timeout_seconds 0.05")],
 )
 def test_a_start_that_does_not_end_says_in_which_time(
-    start_seconds: float, within: str, monkeypatch: pytest.MonkeyPatch
+    start_seconds: float, timeout: float, within: str, monkeypatch: pytest.MonkeyPatch
 ):
     """While they start, or in the snapshot that follows."""
     monkeypatch.setattr(module, "START_SECONDS", start_seconds)
@@ -104,7 +105,7 @@ def test_a_start_that_does_not_end_says_in_which_time(
 
     async def test() -> None:
         actors: Any = SlowActors(60 if start_seconds < 1 else 0)
-        await Servers(actors, 2, timeout_seconds=0.05).start(0, [({}, {})] * 2)
+        await Servers(actors, 2, timeout_seconds=timeout).start(0, [({}, {})] * 2)
 
     monkeypatch.setattr(Servers, "write_snapshot", never)
     with pytest.raises(CheckFailed, match=f"3 times in a row while they started: the last one did not .* {within}"):

@@ -75,11 +75,12 @@ def test_measured_collectives_take_the_place_of_the_datasheet(tmp_path):
             ("data", 16, "native", 4096, 4e-3),
             ("data", 16, "ring", 1024, 1.0),
             ("tensor", 8, "native", 1024, 5e-4),
+            ("data", 8, "native", 1024, 4e-4),  # the same group over another axis
         )
     ]
     path, measured = tmp_path / "cluster.yaml", tmp_path / "measured.json"
     measured.write_text(json.dumps({"rows": rows}))
-    path.write_text(f"device: h100\nhosts: 2\nper_host: 8\ncollectives: {measured}\n")
+    path.write_text("device: h100\nhosts: 2\nper_host: 8\ncollectives: measured.json\n")  # beside it
     cluster = parse_cluster(str(path))
     assert cluster.all_reduce == {"16x8": ((1024, 1e-3), (4096, 4e-3)), "8x8": ((1024, 5e-4),)}
     path.write_text(cluster.to_yaml())
@@ -92,6 +93,25 @@ def test_measured_collectives_take_the_place_of_the_datasheet(tmp_path):
     assert of("all-reduce", 2048, 4, 1) == collective_seconds("all-reduce", "native", 2048, Span(4, 1), model)
     ring, native = (collective_seconds("all-reduce", a, 2048, Span(16, 2), model) for a in ("ring", "native"))
     assert of("all-reduce", 2048, 16, 2, "ring") == pytest.approx(2e-3 * ring / native)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (None, "measured.json: has no measurement."),
+        ({"algorithm": "ring"}, "collectives = measured.json: has no measurement of native"),
+        ({"seconds": 0}, "measured.json.16x8: sizes and seconds must be above 0"),
+        ({"seconds": float("nan")}, "measured.json.16x8: sizes and seconds must be above 0 and finite"),
+    ],
+)
+def test_collectives_that_say_nothing(tmp_path, row, said):
+    good = {"axis": "data", "n": 16, "per_host": 8, "op": "all-reduce", "algorithm": "native", "bytes": 8, "seconds": 1}
+    (tmp_path / "measured.json").write_text(json.dumps({"rows": [] if row is None else [good | row]}))
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: h100\nhosts: 2\nper_host: 8\ncollectives: measured.json\n")
+    with pytest.raises(InputError) as refused:
+        parse_cluster(str(path))
+    assert said in str(refused.value)
 
 
 def test_a_device_of_ones_own(tmp_path):
@@ -120,7 +140,7 @@ def test_a_device_of_ones_own(tmp_path):
         ("matmul: {bfloat16: [[-1024, 0.7]]}", "must be above 0 and finite"),
         ("all_reduce: {large: [[1024, 7]]}", "must have keys like 64x8"),
         ("all_reduce: {64x8: [[1024, 0]]}", "all_reduce.64x8: sizes and seconds must be above 0"),
-        ("collectives: nowhere.json", "collectives = nowhere.json: cannot be read"),
+        ("collectives: nowhere.json", r"collectives = .*nowhere.json: cannot be read"),
         ("collectives: a.json\nall_reduce: {64x8: [[1024, 1.0]]}", "both given"),
         ("memory: 1\nmemory: 2", "stands twice"),
         ("matmul: {bfloat16: [[1024, 0.5], [2048, 0.6], [1024, 0.7]]}", "size 1024 stands there more than once"),

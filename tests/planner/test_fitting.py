@@ -53,10 +53,23 @@ def test_what_no_run_depends_on_stays_as_given(measured, tmp_path, capsys):
     assert "network, latency, stage_layer_seconds: as given; no run depends on them" in output.read_text()
     assert "no run depends on network, latency, stage_layer_seconds" in capsys.readouterr().out.replace("\n", " ")
     run(measured, "h100x8", output, system="nanotron")  # its own file it may replace
+    with pytest.raises(InputError, match="is the --cluster itself"):
+        run(measured, str(output), output, system="nanotron")
     output.write_text(config := "train: {steps: 1}\n")
-    with pytest.raises(InputError, match=r"--output .* is there already, and jaxpar did not write it"):
+    with pytest.raises(InputError, match=r"--output .* is there already, and is no cluster that jaxpar wrote"):
         run(measured, "h100x8", output, system="nanotron")
     assert output.read_text() == config
+
+
+def test_runs_that_tell_nothing(measured, tmp_path, capsys):
+    header, *lines = measured.read_text().splitlines()
+    measured.write_text("\n".join([header, *(line.rpartition(",")[0] + "," for line in lines)]) + "\n")
+    with pytest.raises(InputError, match="no run has tok_s_gpu"):
+        run(measured, "h100x8", tmp_path / "machine.yaml", system="nanotron")
+    measured.write_text("\n".join([header, *(line.rpartition(",")[0] + ",0.001" for line in lines)]) + "\n")
+    run(measured, "h100x8", tmp_path / "machine.yaml", system="nanotron")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "100.0% of the runs took over twice as long as predicted, and there are no others." in told
 
 
 def test_bad_input(measured, tmp_path):

@@ -18,6 +18,7 @@ from jaxpar.planner.cluster import Cluster, Efficiency, parse_cluster
 from jaxpar.planner.layout import Layout, Workload
 from jaxpar.planner.measured import STUDY
 from jaxpar.planner.model import read
+from jaxpar.planner.output import CLUSTER, sealed
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.price import price
 
@@ -160,13 +161,18 @@ def test_only_a_plan_is_written_over(
     assert run_main(monkeypatch, "plan", str(plan), *args, str(plan)) == 2
     assert "is the MODEL itself" in capsys.readouterr().err
     assert run_main(monkeypatch, "plan", SIZES, *args, str(other), "--global-batch-tokens", "8k") == 2
-    assert "is there already, and jaxpar did not write it" in capsys.readouterr().err.replace("\n", " ")
+    assert "is there already, and is no plan that jaxpar wrote" in capsys.readouterr().err.replace("\n", " ")
     assert other.read_text() == first and plan.read_text() == written_once
     plan.write_text(edited := written_once.replace("learning_rate: 0.0003", "learning_rate: 0.0002"))
     assert edited != written_once and Config.from_yaml_text(edited)
     assert run_main(monkeypatch, "plan", SIZES, *args, str(plan), "--global-batch-tokens", "8k") == 2
     assert "has been changed since jaxpar wrote it" in capsys.readouterr().err.replace("\n", " ")
     assert plan.read_text() == edited
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(kept := sealed(parse_cluster("h100x2").to_yaml(), CLUSTER))
+    wanted = ["plan", SIZES, "--cluster", str(machine), "--global-batch-tokens", "8k", "--write", str(machine)]
+    assert run_main(monkeypatch, *wanted) == 2
+    assert "is no plan that jaxpar wrote" in capsys.readouterr().err.replace("\n", " ") and machine.read_text() == kept
     both = ["--write", "a.svg", "--plot", str(tmp_path / ".." / tmp_path.name / "a.svg")]
     monkeypatch.chdir(tmp_path)
     assert run_main(monkeypatch, "plan", SIZES, "--cluster", "h100x2", "--global-batch-tokens", "8k", *both) == 2

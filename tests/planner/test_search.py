@@ -10,7 +10,7 @@ from jaxpar.config import InputError
 from jaxpar.planner.layout import Layout
 from jaxpar.planner.price import Price
 from jaxpar.planner.search import Pricing, Search, search
-from jaxpar.planner.space import Family, chunk_counts, families, simplicity
+from jaxpar.planner.space import Family, Space, chunk_counts, families, simplicity
 from tests.planner.stand_in import STAND_IN
 from tests.planner.tasks import LARGE, Task, all_layouts, task
 
@@ -87,6 +87,15 @@ def test_nothing_better_is_left_out_with_bounds_that_come_near():
 
 def test_nothing_better_is_left_out_with_the_real_price():
     assert check_against_all_prices(TASKS["fits barely"], Pricing()).meshes()
+
+
+def test_nothing_better_is_left_out_where_layers_cost_unlike():
+    """Three chunks may be faster than two, though the largest part has as many layers."""
+    config, workload, cluster = task("layers=13,hidden=1024,heads=8,kv=4,ffn=2816,vocab=32000", "4xh100x1")
+    costs = (3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 3.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    layouts = Space(config, unlike := replace(workload, layer_costs=costs), cluster).layouts((1, 4, 1))
+    assert {layout.chunks for layout in layouts} == {1, 2, 3}
+    assert check_against_all_prices((config, unlike, cluster), Pricing()).meshes()
 
 
 @pytest.mark.slow
