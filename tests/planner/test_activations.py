@@ -69,30 +69,24 @@ def test_layer(architecture: str, tensor: int, sequence_parallel: bool, dtype: s
     assert found == pytest.approx(expected, rel=0.06 if architecture == "gpt2" else 0.02)
 
 
+ONE_LAYER = ModelConfig(
+    architecture="llama",
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+)
+
+
 def test_flash_keeps_no_pairs():
-    model = ModelConfig(
-        architecture="llama",
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    )
-    layer = lambda tokens, attention: kept(model, tokens, "bfloat16", 1, 1, "none", False, attention).layer
+    layer = lambda tokens, attention: kept(ONE_LAYER, tokens, "bfloat16", 1, 1, "none", False, attention).layer
     assert layer(256, "flash") == 2 * layer(128, "flash")
     assert layer(256, "xla") - layer(256, "flash") == 4 * 256 * (256 * (4 + 2) + 4)  # a softmax's second number
 
 
 def test_what_a_backward_holds():
-    model = ModelConfig(
-        architecture="llama",
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    model = ONE_LAYER.model_copy(update={"num_key_value_heads": 2})
     of = lambda remat, attention: kept(model, 256, "bfloat16", 1, 1, remat, False, attention)
     hidden, weights = 6 * 2 * 256 * 128, 6 * 256 * 256 * 4
     assert (of("none", "flash").work, of("none", "xla").work) == (hidden, weights)
