@@ -1,7 +1,7 @@
 """The model that a Hugging Face `config.json` stands for.
 
 What would change a model's size and has no counterpart here is refused; what changes nothing that a plan counts is left
-out, and said.
+out, and said. So without such notes, the model section says everything that the file does about what a model computes.
 """
 
 import json
@@ -32,6 +32,18 @@ OTHER_KINDS = {
     "num_nextn_predict_layers": "layers that predict further tokens",
 }
 """Fields that change a model's size where they are set, and what they stand for."""
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NO_MATTER = {
+    "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "model_type", "n_ctx", "pad_token_id", "pretraining_tp", "quantization_config", "reorder_and_upcast_attn",
+    "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+    "_name_or_path",
+}  # fmt: skip
+"""Fields that change no logits (token ids, types, dropout, heads of other kinds), and those that are read elsewhere."""
+ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "use_mrope": False}
+"""Fields that mean something, and their value in all of jaxpar's models."""
 
 
 def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -60,12 +72,15 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> tuple[dict[str,
             raise InputError(f"{origin}: n_embd = {json.dumps(values['n_embd'])}: must be a whole number.")
         model["intermediate_size"] = values.get("n_inner") or 4 * values["n_embd"]
         model |= {"hidden_act": values["activation_function"]} if values.get("activation_function") else {}
-        return model, ()
+        return model, _unknown(values, {*needed.values(), *OPTIONAL, "n_inner", "activation_function"})
     if kind == "llama" and values.get("num_key_value_heads") is not None:
         model["num_key_value_heads"] = values["num_key_value_heads"]
+    model.setdefault("rms_norm_eps", 1e-6)  # transformers' default in all of them
     if kind == "qwen3":
         model.setdefault("head_dim", 128)  # transformers, Qwen3Config
     notes = _window(model, values, origin) + _rotary(model, values, origin)
+    known = {*needed, *OPTIONAL, *WINDOW, "num_key_value_heads", "rope_parameters", "rope_scaling"}
+    notes += _unknown(values, known)
     if values.get("quantization_config"):
         notes += ("quantization_config is left out: in training weights have train.param_dtype.",)
     return model, notes
@@ -84,15 +99,27 @@ def _refuse_other_kinds(values: Mapping[str, Any], origin: str) -> None:
             raise InputError(f"{origin}: {name} is set: {what}, which jaxpar does not have; it plans dense decoders.")
 
 
+def _unknown(values: Mapping[str, Any], known: set[str]) -> tuple[str, ...]:
+    """What is set in the file and read nowhere, by name."""
+    other = [name for name, only in ONLY.items() if values.get(name, only) not in (only, None)]
+    notes = tuple(f"{name} is left out: in jaxpar it is always {json.dumps(ONLY[name])}." for name in other)
+    known = known | NO_MATTER | ONLY.keys() | OTHER_KINDS.keys()
+    if unknown := [name for name, value in values.items() if name not in known and value is not None]:
+        notes += (f"left out, as jaxpar does not know what they stand for: {', '.join(unknown)}.",)
+    return notes
+
+
 def _window(model: dict[str, Any], values: Mapping[str, Any], origin: str) -> tuple[str, ...]:
     """Put in the sliding window where all layers have it: in jaxpar all do, or none."""
-    kind, size = model["architecture"], values.get("sliding_window")
-    if size is None or not values.get("use_sliding_window", kind == "mistral"):
-        return ()
-    types = values.get("layer_types")
+    kind, types = model["architecture"], values.get("layer_types")
+    size = values.get("sliding_window", 4096 if kind == "mistral" else None)  # transformers, MistralConfig
     first = 0 if kind == "mistral" else values.get("max_window_layers", 28)  # transformers, Qwen2Config: layers before
     if not isinstance(types or [], list) or not isinstance(first, int):
         raise InputError(f"{origin}: layer_types must be a list, max_window_layers a whole number.")
+    if others := sorted({str(name) for name in types or []} - {"full_attention", "sliding_attention"}):
+        return (f"layer_types {', '.join(others)} are left out: jaxpar has full_attention and sliding_attention.",)
+    if size is None or not values.get("use_sliding_window", kind == "mistral"):
+        return ()
     if all(name == "sliding_attention" for name in types) if types else first <= 0:
         model["sliding_window"] = size
         return ()
@@ -114,9 +141,12 @@ def _rotary(model: dict[str, Any], values: Mapping[str, Any], origin: str) -> tu
             raise InputError(f"{origin}: rope_theta = {json.dumps(theta)}: must be a number.")
         model["rope_theta"] = float(theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    known = {"rope_theta", "rope_type", "type"}
     if kind == "llama3":
-        model["rope_scaling"] = {"rope_type": kind, **{name: scaling[name] for name in names if name in scaling}}
+        model["rope_scaling"] = {"rope_type": kind} | {name: scaling[name] for name in ROPE_LLAMA3 if name in scaling}
+        known.update(ROPE_LLAMA3)
     elif kind != "default":
         return (f"rope_scaling of type {kind} is left out, jaxpar has llama3's only; it changes no time and memory.",)
+    if unknown := [name for name, value in {**rope, **scaling}.items() if name not in known and value is not None]:
+        return (f"left out of the rotary positions, as jaxpar has no such thing: {', '.join(unknown)}.",)
     return ()

@@ -1,5 +1,6 @@
 """Our model with Hugging Face's weights computes what torch computed, on one device and on a mesh."""
 
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -8,14 +9,15 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
-from jaxpar.config import Config
+from jaxpar.config import Config, InputError
 from jaxpar.layers import shardings, specs
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import VOCAB_AXES, make_mesh
 from jaxpar.models import Transformer, forward
 from jaxpar.step import build
-from tests.models.hf_fixture import NAMES, Fixture, load
+from tests.models.hf_fixture import FOLDER, NAMES, Fixture, load, model_config, our_params
 
 # Rounding in float32 stays below 1e-5 here; mistakes (a wrong epsilon, the other GELU) start at 7e-4.
 LOGITS: dict[str, Any] = dict(rtol=0, atol=1e-4)
@@ -62,7 +64,11 @@ def on_a_mesh(hf: Fixture) -> Ran:
         {
             "model": hf.config.model_dump(),
             "mesh": {"data": 2, "tensor": 4},
-            "data": {"train": ["unused"], "sequence_length": hf.arrays["input_ids"].shape[1]},
+            "data": {
+                "train": ["unused"],
+                "tokenizer": "unused.json",
+                "sequence_length": hf.arrays["input_ids"].shape[1],
+            },
             "optimizer": {"learning_rate": 1.0},
             "train": {"steps": 1, "global_batch": rows, "run_dir": "unused", "compute_dtype": "float32"},
         }
@@ -99,7 +105,7 @@ def test_loss(hf: Fixture, ran: Ran):
 
 
 def test_every_gradient_norm(hf: Fixture, ran: Ran):
-    got = {name: hf.grad_norm(ran.grads, name) for name in hf.grad_norms}
+    got = hf.norms_by_their_names(ran.grads)
     assert got == pytest.approx(hf.grad_norms, rel=RELATIVE)
     # Nothing of ours is left out of the comparison.
     total = float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(ran.grads))))
@@ -123,3 +129,58 @@ def test_hidden_states(hf: Fixture):
     seen = hf.arrays["attention_mask"] == 1
     for i, got in enumerate(hidden(hf.params, hf.batch(3)["tokens"])):
         np.testing.assert_allclose(np.asarray(got)[seen], hf.arrays[f"hidden_{i}"][seen], err_msg=str(i), **LOGITS)
+
+
+def hf_json(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / name / "config.json").read_text())
+
+
+def test_both_spellings_of_rotary_positions():
+    """transformers 5 has one field, 4 had two; and `type` before `rope_type`."""
+    new = hf_json("llama_rope_bias")
+    rope = new.pop("rope_parameters")
+    old = new | {"rope_theta": rope["rope_theta"], "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}}
+    older = json.loads(json.dumps(old).replace('"rope_type"', '"type"'))
+    want = model_config(hf_json("llama_rope_bias"))
+    assert model_config(old) == model_config(older) == want
+    assert want.rope_scaling is not None and want.rope_scaling.factor == 8 and want.rope_theta == 50
+    assert want.attention_bias and want.mlp_bias and want.head_dim == 8 and not want.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0}}, "type yarn is left out"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "not all layers have it"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"num_experts": 4}, "num_experts = 4"),
+        ({"attn_logit_softcapping": 30.0, "residual_multiplier": 2}, "attn_logit_softcapping, residual_multiplier"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "gemma"}, 'model_type "gemma"'),
+        ({"hidden_size": None}, "hidden_size missing"),
+    ],
+)
+def test_what_our_models_do_not_have_is_refused_by_name(changes: dict[str, Any], said: str):
+    with pytest.raises(InputError, match=said):
+        model_config(hf_json("qwen3") | changes)
+
+
+def test_arrays_that_do_not_fit_the_config_are_refused_by_name():
+    tensors = load_file(FOLDER / "qwen3" / "model.safetensors")
+    config = model_config(hf_json("qwen3"))
+    query = "model.layers.1.self_attn.q_norm.weight"
+    others = {name: array for name, array in tensors.items() if name != query}
+    cut = others | {query: np.ones(4, np.float32), "model.layers.2.mlp.up_proj.weight": np.ones((48, 32), np.float32)}
+    said = r"layers\.2\.mlp\.up_proj\.weight \[48, 32\] is not known; .*q_norm\.weight is \[4\], and .* says \[8\]"
+    for wrong, match in ((others, rf"{query} \[8\] is missing"), (cut, said)):
+        with pytest.raises(InputError, match=match):
+            our_params(wrong, config)
+    untied = model_config(hf_json("qwen3") | {"tie_word_embeddings": False})
+    with pytest.raises(InputError, match=r"lm_head\.weight \[67, 32\] is missing"):
+        our_params(tensors, untied)
+    # Saved although it is tied: only as a copy of the table.
+    table = tensors["model.embed_tokens.weight"]
+    assert our_params(tensors | {"lm_head.weight": table}, config).keys() == our_params(tensors, config).keys()
+    with pytest.raises(InputError, match=r"lm_head\.weight \[67, 32\] is not known"):
+        our_params(tensors | {"lm_head.weight": table + 1}, config)

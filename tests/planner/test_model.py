@@ -99,6 +99,8 @@ def test_hugging_face_fields(tmp_path: Path):
     assert note == "quantization_config is left out: in training weights have train.param_dtype."
     mistral = QWEN3 | {"model_type": "mistral", "sliding_window": 4096}
     assert read(write(tmp_path, mistral)).config.model.sliding_window == 4096
+    absent = read(write(tmp_path, QWEN3 | {"model_type": "mistral"})).config.model
+    assert (absent.sliding_window, absent.rms_norm_eps) == (4096, 1e-6)  # transformers' defaults
     unused = QWEN3 | {"sliding_window": 4096, "use_sliding_window": False}
     assert read(write(tmp_path, unused)).config.model.sliding_window is None
     assert read(write(tmp_path, unused | {"max_window_layers": 0})).config.model.sliding_window is None
@@ -112,8 +114,25 @@ def test_hugging_face_fields(tmp_path: Path):
     stretched["original_max_position_embeddings"] = 8192
     scaled = read(write(tmp_path, QWEN3 | {"rope_scaling": stretched})).config.model.rope_scaling
     assert scaled is not None and scaled.factor == 8
+    both = read(write(tmp_path, QWEN3 | {"rope_theta": 7, "rope_parameters": stretched | {"rope_theta": 1e6}}))
+    assert both.config.model.rope_scaling == scaled and both.config.model.rope_theta == 1e6 and not both.notes
     yarn = read(write(tmp_path, QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}))
     assert yarn.config.model.rope_scaling is None and "yarn is left out" in yarn.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (QWEN3 | {"attn_logit_softcapping": 50.0, "torch_dtype": "bfloat16", "use_new": False}, "softcapping, use_new"),
+        (QWEN3 | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "such thing: partial_rotary"),
+        (QWEN3 | {"layer_types": ["full_attention", "linear_attention"] * 14}, "linear_attention are left out"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "idx is left out: in jaxpar it is always false"),
+        (GPT2 | {"sliding_window": 4}, "stand for: sliding_window"),
+    ],
+)
+def test_what_is_left_out_of_hugging_face_files_is_said(values: dict[str, object], said: str, tmp_path: Path):
+    (note,) = read(write(tmp_path, values)).notes
+    assert said in note
 
 
 @pytest.mark.parametrize(
