@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import psum
 from jaxpar.collectives.choosing import Chosen, choose_reduction
+from jaxpar.collectives.in_order import in_order
 from jaxpar.config import Config, choose_implementation
 from jaxpar.gradients import Batch, Params, in_block_view, layer_by_layer, partition_of
 from jaxpar.layers import specs
@@ -184,14 +185,17 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     replicas = Replicas(zero, chosen.reduction, config.train.compute_dtype)
     grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, replicas, platform)
     sharded_grads = jax.shard_map(
-        grads_of_block, mesh=mesh, in_specs=(zero.stored, rows, P(), P()), out_specs=(P(), zero.landed, P())
+        in_order(grads_of_block, mesh),
+        mesh=mesh,
+        in_specs=(zero.stored, rows, P(), P()),
+        out_specs=(P(), zero.landed, P()),
     )
 
     def loss_and_grads(params: Params, batch: Batch, step: jax.Array, first_row: int | jax.Array = 0) -> Any:
         return sharded_grads(params, batch, step, jnp.asarray(first_row, jnp.int32))
 
     eval_loss = jax.shard_map(
-        lambda params, batch: psum(loss_of_block(params, batch), DATA),
+        in_order(lambda params, batch: psum(loss_of_block(params, batch), DATA), mesh),
         mesh=mesh,
         in_specs=(zero.stored, rows),
         out_specs=(P(), P()),

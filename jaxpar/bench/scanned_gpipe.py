@@ -4,6 +4,7 @@ This is how pipelines in one JAX program are usually written: the loop over tick
 gradient is the backward pass of GPipe, with everything that the forward kept still there.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpar.collectives import psum, shift, varying
+from jaxpar.collectives.in_order import in_order
 from jaxpar.config import Config
 from jaxpar.layers import specs
 from jaxpar.losses import cross_entropy
@@ -56,4 +58,5 @@ def scanned_gpipe(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
         return jax.tree.map(lambda x: psum(x, DATA) / tokens, (value, grads))
 
     layouts, rows = specs(model, mesh), batch_spec(mesh)
-    return jax.jit(jax.shard_map(block_view, mesh=mesh, in_specs=(layouts, rows), out_specs=(jax.P(), layouts)))
+    in_view = partial(jax.shard_map, mesh=mesh, in_specs=(layouts, rows), out_specs=(jax.P(), layouts))
+    return jax.jit(in_view(in_order(block_view, mesh)))

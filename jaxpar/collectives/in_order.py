@@ -1,0 +1,257 @@
+"""Collectives that wait for each other, where the runtime would mix them up: on CPU.
+
+XLA's CPU runtime lets virtual devices meet by a key of their group, the kind of the collective and its channel. JAX
+gives all collectives inside `shard_map` one channel. Two all-gathers of a program over the same devices therefore have
+the same key, and only the order in which each device comes to them tells them apart. The runtime keeps that order
+between single collectives, each of which blocks its thread. But between a loop (or a conditional) and what stands after
+it, it only promises that the loop has *begun* before the other does (a "scheduling edge" of its execution graph): the
+loop goes on in other threads, and its gathers meet those of another place. The numbers are wrong or NaN, or the process
+aborts or hangs. It takes arrays above 512 bytes, more than eight operations, and bad luck: mostly it happens in the
+first call of a process, and not in small models.
+
+What really orders two operations is data: one needs what the other makes. So for each loop that communicates, all
+collectives before it become its ancestors and all after it its descendants, in the order in which the program was
+written. Where data does not say so by itself, one element of an operand is made to depend on the earlier
+operation, by a value that is always zero but that XLA cannot know. An optimization barrier does not do: XLA's CPU
+compiler takes it out. Only the order changes, no value and no byte that travels.
+
+On GPUs and TPUs collectives run in the order of the compiled program, and none of this is needed or wanted.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import Mesh
+
+from jaxpar.collectives.views import same_on_all, varying_axes
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
+"""Operations that are nothing but the program inside them, once gradients have been taken."""
+LOOPS = ("scan", "while", "cond")
+"""Operations that go on in other threads."""
+SILENT = ("axis_index", "pvary", "pcast")
+"""Operations that name a mesh axis and send nothing."""
+
+
+def in_order(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """The same function, whose collectives cannot meet others of the same program; on other devices than CPUs, itself.
+
+    Args:
+        f: what `jax.shard_map` gets. It is not to be differentiated afterwards: gradients are taken inside it.
+        mesh: where it will run.
+
+    Example:
+        >>> from jaxpar.mesh import make_mesh
+        >>> mesh = make_mesh(data=4)
+        >>> total = jax.shard_map(in_order(lambda x: lax.psum(x, "data"), mesh), mesh=mesh,
+        ...                       in_specs=jax.P("data"), out_specs=jax.P())
+        >>> float(total(jnp.arange(4.0))[0])
+        6.0
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return f
+
+    def ordered(*args: Any) -> Any:
+        program, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+        if not _needs_order(program.jaxpr):
+            return f(*args)
+        outs = _Ordered().run(program, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), [out.value for out in outs])
+
+    return ordered
+
+
+class Value(NamedTuple):
+    """A value of the program, and the communicating operations that it certainly descends from, one bit each."""
+
+    value: Any
+    after: int = 0
+
+
+class _Ordered:
+    """One evaluation of a program, operation by operation, that remembers what has communicated."""
+
+    def __init__(self) -> None:
+        self.results: list[jax.Array] = []  # of each communicating operation so far
+        self.loop = 0  # the bit of the last loop
+        self.since = 0  # the bits of that loop and all that came after it
+
+    def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Value]:
+        """Evaluate a whole program."""
+        return self.evaluate(program.jaxpr, program.consts, [Value(x) for x in args])
+
+    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Evaluate a program at this point of the surrounding one."""
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(Value, consts), *args], strict=True))
+        read = lambda atom: Value(atom.val) if isinstance(atom, Literal) else known[atom]
+        for eqn in jaxpr.eqns:
+            known |= zip(eqn.outvars, self.operation(eqn, [read(atom) for atom in eqn.invars]), strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def operation(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
+        """Evaluate one operation."""
+        if _communicates(eqn):
+            return self.collective(eqn, args)
+        if eqn.primitive.name in CALLS and (_communicates_inside(eqn) or "prevent_cse" not in eqn.params):
+            return self.call(eqn, args)
+        if _communicates_inside(eqn):
+            return self.communicating_loop(eqn, args)
+        after = 0 if eqn.primitive.name in LOOPS else _union(args)  # a loop may pass some values on as they were
+        return [Value(out, after) for out in _bind(eqn, args)]
+
+    def call(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
+        if eqn.params.get("differentiated") and eqn.params["prevent_cse"]:  # as JAX itself does for jax.checkpoint
+            values = lax.optimization_barrier([x.value for x in args])
+            args = [x._replace(value=value) for x, value in zip(args, values, strict=True)]
+        ((program, consts),) = _programs(eqn)
+        return self.evaluate(program, consts, args)
+
+    def collective(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
+        """Must not run beside the last loop. Several operands are as many collectives to XLA."""
+        args = [Value(self.dependent(x.value, self.loop & ~x.after), x.after | self.loop) for x in args]
+        outs = _bind(eqn, args)
+        return [Value(out, x.after | self.communicated(out)) for out, x in zip(outs, args, strict=True)]
+
+    def communicating_loop(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
+        """Must not run beside anything: its smallest operand waits for all that there is."""
+        sizes = {i: x.value.size for i, x in enumerate(args) if _touchable(x.value)}
+        i = min(sizes, key=lambda i: sizes[i])
+        args[i] = Value(self.dependent(args[i].value, self.since & ~_union(args)))
+        outs = _bind(_inside_in_order(eqn), args)
+        made = [i for i, descends in enumerate(_descend_from_communication(eqn)) if descends] or range(len(outs))
+        after = self.since | self.communicated(min((outs[i] for i in made), key=lambda x: x.size))
+        self.loop = self.since = 1 << len(self.results) - 1
+        return [Value(out, after if i in made else 0) for i, out in enumerate(outs)]
+
+    def communicated(self, result: jax.Array) -> int:
+        """The bit of an operation, by whose result others wait for it."""
+        bit = 1 << len(self.results)
+        self.results.append(result)
+        self.since |= bit
+        return bit
+
+    def dependent(self, x: Any, bits: int) -> Any:
+        """The same value, made after the operations that the bits name."""
+        if not bits:
+            return x
+        x = jnp.asarray(x)
+        zeros = [_zero(result, varying_axes(x)) for i, result in enumerate(self.results) if bits >> i & 1]
+        zero = functools.reduce(operator.or_, zeros)
+        first = x[(slice(0, 1),) * x.ndim]
+        return lax.dynamic_update_slice(x, jnp.where(zero == 0, first, jnp.zeros_like(first)), (0,) * x.ndim)
+
+
+def _union(values: Sequence[Value]) -> int:
+    return functools.reduce(operator.or_, (x.after for x in values), 0)
+
+
+def _zero(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Zero, made of one element of `x`: no square has the bit of 2. Varies over no more than these axes."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    element = x[(0,) * x.ndim]
+    if jnp.issubdtype(element.dtype, jnp.floating):
+        element = jnp.where(jnp.isfinite(element), element, 0)
+    word = element.astype(jnp.int32)
+    for axis in varying_axes(word) - axes:
+        word = same_on_all(word, axis)
+    return word * word & 2
+
+
+def _touchable(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# ---------------------------------------------------------------- reading a program
+
+
+def _programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The programs inside an operation, with their constants."""
+    for param in eqn.params.values():
+        for program in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(program, ClosedJaxpr):
+                yield program.jaxpr, program.consts
+            elif isinstance(program, Jaxpr):
+                yield program, ()
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All operations of a program, those of programs inside it as well."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for program, _ in _programs(eqn):
+            yield from _operations(program)
+
+
+def _communicates(eqn: JaxprEqn) -> bool:
+    """Whether this operation itself sends something over a mesh axis."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    return eqn.primitive.name not in SILENT and any(isinstance(axis, str) for axis in axes)
+
+
+def _needs_order(jaxpr: Jaxpr) -> bool:
+    """Whether a program has a loop that communicates."""
+    return any(eqn.primitive.name in LOOPS and _communicates_inside(eqn) for eqn in _operations(jaxpr))
+
+
+def _communicates_inside(eqn: JaxprEqn) -> bool:
+    return any(any(map(_communicates, _operations(program))) for program, _ in _programs(eqn))
+
+
+def _inside_in_order(eqn: JaxprEqn) -> JaxprEqn:
+    """A loop or a conditional with its programs put in order."""
+
+    def ordered(param: Any) -> Any:
+        if isinstance(param, tuple | list):
+            return type(param)(map(ordered, param)) if any(isinstance(p, ClosedJaxpr) for p in param) else param
+        if not isinstance(param, ClosedJaxpr) or not _needs_order(param.jaxpr):
+            return param
+        here = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P())
+        kinds = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here, weak_type=a.weak_type, manual_axis_type=a.mat)
+            for a in (v.aval for v in param.jaxpr.invars)
+        ]
+        return jax.make_jaxpr(lambda *args: [out.value for out in _Ordered().run(param, args)])(*kinds)
+
+    return eqn.replace(params={name: ordered(param) for name, param in eqn.params.items()})
+
+
+def _descend_from_communication(loop: JaxprEqn) -> list[bool]:
+    """Which results of a loop are not there before it has communicated; others may be values that it passes on.
+
+    There are none where the results of communication are not used, as those of a forward pass for its gradients alone.
+    XLA leaves such communication out.
+    """
+    descends = [True] * len(loop.outvars)
+    for program, _ in _programs(loop):
+        if len(program.outvars) == len(descends) and any(map(_communicates, _operations(program))):
+            descends = [*map(operator.and_, descends, _descendants(program, [False] * len(program.invars)))]
+    return descends
+
+
+def _descendants(jaxpr: Jaxpr, args: Sequence[bool]) -> list[bool]:
+    """Which results of a program descend from communication, if these arguments do."""
+    known = dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda atom: not isinstance(atom, Literal) and known.get(atom, False)
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            ((program, _),) = _programs(eqn)
+            outs = _descendants(program, inputs)
+        else:
+            outs = [any(inputs) or _communicates(eqn) or _communicates_inside(eqn)] * len(eqn.outvars)
+        known |= zip(eqn.outvars, outs, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _bind(eqn: JaxprEqn, args: Sequence[Value]) -> list[Any]:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*(x.value for x in args), **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
