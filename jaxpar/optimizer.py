@@ -3,6 +3,10 @@
 The update runs in global view (plain `jit` on global arrays), so any optax transformation is right on every layout;
 what a layout needs is only a `PartitionSpec` for each leaf of the state, which `opt_state_specs` derives.
 
+Rows of zeros that fill arrays up, of vocabularies and of stacks on uneven stages, must change nothing. Gradient and
+parameter are 0 there, and so is every direction that looks at one element at a time. What looks at more looks at one
+layer at a time in stacks, and is told how many of a table's rows are padding.
+
 Every optimizer is the same chain: clip the global norm (`clip_norm`), the optimizer's own direction, decoupled weight
 decay on matrices, times minus the learning rate. With direction u and schedule η the parameters become
 θ ← θ - η(t)·(u + weight_decay·θ), t counting the steps applied so far. Decay is decoupled for SGD too
@@ -11,7 +15,8 @@ decay on matrices, times minus the learning rate. With direction u and schedule 
 Letters: L layers (stacked leaves under the top-level key `blocks`), I input dim, O output dim of a matrix.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,9 +27,12 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, KeyPath
 
 from jaxpar.config import OptimizerConfig
+from jaxpar.zero import widened
 
 Schedule = Callable[[Any], Any]
 
+FACTORED_FROM = 128  # the smaller dim of matrices of which Adafactor keeps row and column means: optax's default
+SMALLEST_RMS = 1e-3  # ε2 of arXiv:1804.04235, section 8: a parameter of zeros still moves
 ADAMW_UPDATE_RMS = 0.2  # root mean square of an Adam update, to which Muon's is scaled: arXiv:2502.16982, section 2.2
 
 
@@ -78,7 +86,9 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
     return optax.join_schedules(pieces, boundaries)
 
 
-def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    optimizer: OptimizerConfig, schedule: Schedule, padding: Mapping[str, int] | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Build the optax transformation of the config.
 
     The directions u (the decay and the learning rate come after, as the module says):
@@ -96,6 +106,7 @@ def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.Grad
         optimizer: the section of a config.
         schedule: what `make_schedule` returns. Its argument is the transformation's own count: steps applied, so a
             step that was skipped for a non-finite gradient does not advance it.
+        padding: how many rows at the end of a parameter are padding, by name: what `jaxpar.layers.padding` gives.
 
     Returns:
         A transformation for params that are a nested dict with stacked layers under `blocks`. Its update takes
@@ -104,7 +115,7 @@ def make_optimizer(optimizer: OptimizerConfig, schedule: Schedule) -> optax.Grad
     """
     clip = [] if optimizer.clip_norm is None else [clip_by_global_norm(optimizer.clip_norm)]
     decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=matrices)] if optimizer.weight_decay else []
-    chain = optax.chain(*clip, _direction(optimizer), *decay, optax.scale_by_learning_rate(schedule))
+    chain = optax.chain(*clip, _direction(optimizer, padding or {}), *decay, optax.scale_by_learning_rate(schedule))
     return optax.with_extra_args_support(chain)
 
 
@@ -119,7 +130,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def _direction(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+def _direction(optimizer: OptimizerConfig, padding: Mapping[str, int]) -> optax.GradientTransformation:
     """What the optimizer makes of the gradient, before decay and learning rate."""
     adam = optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps)
     if optimizer.name == "adamw":
@@ -127,9 +138,7 @@ def _direction(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     if optimizer.name == "lion":
         return optax.scale_by_lion(optimizer.b1, optimizer.b2)
     if optimizer.name == "adafactor":
-        adafactor = optax.chain(
-            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
-        )
+        adafactor = _adafactor(padding)
         labels = _by_path(lambda path, leaf: "layers" if _stacked(path) else "rest")
         return optax.partition({"layers": _each_layer(adafactor), "rest": adafactor}, labels)
     if optimizer.name == "muon":
@@ -139,6 +148,38 @@ def _direction(optimizer: OptimizerConfig) -> optax.GradientTransformation:
         labels = _by_path(lambda path, leaf: "muon" if _stacked(path) and leaf.ndim == 3 else "adam")
         return optax.partition({"muon": optax.chain(muon, scale), "adam": adam}, labels)
     return optax.trace(optimizer.momentum) if optimizer.momentum else optax.identity()
+
+
+def _adafactor(padding: Mapping[str, int]) -> optax.GradientTransformation:
+    """Adafactor's direction, as it is for the rows that are no padding.
+
+    Of each matrix optax keeps the mean square of each row and of each column. Rows of zeros make the means of columns
+    smaller, and the mean of all by the same factor, by which they are divided: where there is a gradient the quotient
+    stays what it is. But whether there are enough rows to keep means at all, and the root mean squares of update and
+    parameter, have to be of the real rows.
+    """
+
+    def shape(path: KeyPath, leaf: jax.Array) -> tuple[int, ...]:
+        filled = padding.get(jax.tree_util.keystr(path, simple=True, separator="/"), 0)
+        return (leaf.shape[0] - filled, *leaf.shape[1:]) if filled else leaf.shape
+
+    def factored(path: KeyPath, leaf: jax.Array) -> str:
+        *_, second, _ = 0, 0, *sorted(shape(path, leaf))
+        return "factored" if second >= FACTORED_FROM else "whole"
+
+    def scaled(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
+        real = shape(path, param)
+        rms = lambda x: jnp.sqrt(jnp.square(widened(x)).sum() / math.prod(real))
+        if real != param.shape:  # 0 / 0, should the means of rows of zeros underflow
+            update = jnp.where((jnp.arange(len(param)) < real[0]).reshape(-1, *[1] * (param.ndim - 1)), update, 0)
+        clipped = update / jnp.maximum(rms(update), 1.0)
+        return (clipped * jnp.maximum(rms(param), SMALLEST_RMS)).astype(update.dtype)
+
+    means = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM)
+    squares = optax.scale_by_factored_rms(factored=False)
+    normalise = optax.partition({"factored": means, "whole": squares}, _by_path(factored))
+    scale = optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scaled, updates, params))
+    return optax.chain(normalise, scale)
 
 
 def matrices(params: Any) -> Any:
@@ -172,19 +213,30 @@ def _match_adamw_rms(update_LIO: jax.Array) -> jax.Array:
 
 
 def _each_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Apply `inner` to each layer of stacked leaves on its own; every leaf of its state gets a leading layer dim.
+    """Apply `inner` to each layer of stacked leaves on its own; its state gets a leading layer dim, but for counters.
 
     For transformations that look at a whole leaf (its root mean square, its two largest dims), which would otherwise
     mix layers that an unstacked model treats apart. Where there are no such leaves it does nothing.
     """
 
     def init(params: Any) -> Any:
-        return jax.vmap(inner.init)(params) if jax.tree.leaves(params) else optax.EmptyState()
+        if not jax.tree.leaves(params):
+            return optax.EmptyState()
+        axes = _layer_dims(jax.eval_shape(jax.vmap(inner.init), params))
+        return jax.vmap(inner.init, out_axes=axes)(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.vmap(inner.update)(updates, state, params) if jax.tree.leaves(updates) else (updates, state)
+        if not jax.tree.leaves(updates):
+            return updates, state
+        axes = _layer_dims(state)
+        return jax.vmap(inner.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
 
     return optax.GradientTransformation(init, update)
+
+
+def _layer_dims(state: Any) -> Any:
+    """Counters are the same for all layers, however many rows a layout's stacks have."""
+    return jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.integer) else 0, state)
 
 
 def opt_state_specs(optimizer_tx: optax.GradientTransformation, params_shapes: Any, param_specs: Any) -> Any:

@@ -22,7 +22,7 @@ from jaxpar.collectives.choosing import Chosen, choose_reduction
 from jaxpar.collectives.in_order import in_order
 from jaxpar.config import Config, choose_implementation
 from jaxpar.gradients import Batch, Params, in_block_view, layer_by_layer, partition_of
-from jaxpar.layers import specs
+from jaxpar.layers import padding, specs
 from jaxpar.mesh import DATA, PIPE, batch_spec, shard_bytes
 from jaxpar.models import Transformer
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
@@ -59,6 +59,7 @@ class Program:
         abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
         batch_sharding: of every array in a batch, `[B/data, T]`.
         stacking: which layers the rows of stacked parameters hold.
+        padding: how many rows at the end of parameters fill them up, by name.
         abstract_grads: likewise of the gradients, as they are summed over microbatches before `data`.
         grad_reduce: how they are summed over `data`, and why so.
         zero: what the replicas keep in parts.
@@ -78,6 +79,7 @@ class Program:
     abstract_state: TrainState
     batch_sharding: NamedSharding
     stacking: Stacking
+    padding: dict[str, int]
     abstract_grads: Params
     grad_reduce: Chosen
     zero: Zero
@@ -161,7 +163,8 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     stacking = Stacking.of(partition_of(config))
     abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     schedule = make_schedule(config.optimizer)
-    optimizer = make_optimizer(config.optimizer, schedule)
+    filled = padding(abstract_model)
+    optimizer = make_optimizer(config.optimizer, schedule, filled)
 
     def init() -> TrainState:
         model = make_model(nnx.Rngs(params=config.train.seed))
@@ -208,6 +211,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         abstract_state=abstract_state,
         batch_sharding=batch_sharding,
         stacking=stacking,
+        padding=filled,
         abstract_grads=_placed(grad_shapes, landed) if never_whole else whole_grads,
         grad_reduce=chosen,
         zero=zero,

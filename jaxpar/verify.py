@@ -21,6 +21,7 @@ from rich.table import Table
 
 from jaxpar.config import Config
 from jaxpar.gradients import Batch, Params, make_loss
+from jaxpar.layers import padding
 from jaxpar.layers.dropout import example_keys
 from jaxpar.models.protocol import cast
 from jaxpar.optimizer import make_optimizer, make_schedule
@@ -86,7 +87,7 @@ def one_device_step(
     """Loss, gradients and updated parameters by differentiating the mean loss in global view: the oracle."""
     model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     summed = make_loss(model, remat="none", unroll=1, z_loss=config.train.z_loss)
-    optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer))
+    optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer), padding(model))
 
     def mean_loss(params: Params, batch: Batch) -> jax.Array:
         keys_B = None

@@ -337,7 +337,9 @@ def test_factored_statistics_keep_the_dims_they_share():
     params["blocks"] |= {"out": square, "in": square}
     config = section(name="adafactor")
     specs = opt_state_specs(make_optimizer(config, make_schedule(config)), params, specs)
-    (row, rest_row), (col, rest_col), (v, rest_v) = (moments(specs, name) for name in ("v_row", "v_col", "v"))
+    # Of each kind those in the stack and the others, of matrices that are factored and of all else.
+    (row, _, rest_row, _), (col, _, rest_col, _) = (moments(specs, name) for name in ("v_row", "v_col"))
+    _, v, _, rest_v = moments(specs, "v")
     assert {row["blocks"]["mlp"]["down"]["weight"], col["blocks"]["mlp"]["down"]["weight"]} == {
         P("pipe", None),
         P("pipe", "tensor"),

@@ -138,8 +138,9 @@ def test_twenty_steps_give_the_same_parameters_on_every_layout(name):
 def one_device_training(settings: Config, batches) -> dict:
     """Optax on gradients of the mean loss in global view on one device, written without the step."""
     maker = model_maker(settings, "cpu")
-    params = jax.device_put(jax.device_get(program(settings).init().params), jax.devices()[0])
-    optimizer = make_optimizer(settings.optimizer, make_schedule(settings.optimizer))
+    built = program(settings)
+    params = jax.device_put(jax.device_get(built.init().params), jax.devices()[0])
+    optimizer = make_optimizer(settings.optimizer, make_schedule(settings.optimizer), built.padding)
     state = optimizer.init(params)
     step = jax.jit(lambda params, batch: verify.one_device_step(settings, maker, params, batch)[1])
     update = jax.jit(optimizer.update)

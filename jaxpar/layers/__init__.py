@@ -5,7 +5,7 @@ from flax.nnx import LayerNorm, RMSNorm
 from jaxpar.layers.attention import ParallelAttention
 from jaxpar.layers.dropout import dropout
 from jaxpar.layers.embedding import LearnedPositions, VocabParallelEmbedding
-from jaxpar.layers.layout import shardings, specs
+from jaxpar.layers.layout import padding, shardings, specs
 from jaxpar.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxpar.layers.mlp import ParallelMLP
 from jaxpar.layers.rotary import Llama3Scaling, frequencies, rotate
@@ -22,6 +22,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "dropout",
     "frequencies",
+    "padding",
     "rotate",
     "shardings",
     "specs",

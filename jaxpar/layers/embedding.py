@@ -53,7 +53,7 @@ class VocabParallelEmbedding(nnx.Module):
     ) -> None:
         padding = -vocab_size % multiple
         table_VD = jnp.pad(embedding_init(rngs.params(), (vocab_size, features), param_dtype), ((0, padding), (0, 0)))
-        self.weight = nnx.Param(table_VD, layout=P(VOCAB_AXES, None))
+        self.weight = nnx.Param(table_VD, layout=P(VOCAB_AXES, None), padding=padding)
         self.vocab_size = vocab_size
         self.padding = padding
         self.sequence_parallel = sequence_parallel

@@ -3,7 +3,8 @@
 A parameter is an `nnx.Param` with the metadata `layout`: a `PartitionSpec` for one layer's array. Without it a
 parameter is replicated. Two more keys handle attention heads, which may not be cut: `heads`, how many equal
 heads the split dim holds, and `replicate_heads`, true where an axis larger than the number of heads is met by
-replication (key and value heads) and not by an error.
+replication (key and value heads) and not by an error. A fourth is `padding`: so many rows at the end of the first
+dim are zeros that only fill the array up, so that it can be split.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,6 +50,22 @@ def specs(module: nnx.Module, mesh: Mesh) -> dict[str, Any]:
 def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, Any]:
     """`specs` as `NamedSharding`s, for `jax.device_put`, `jit` and checkpoints."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(module, mesh))
+
+
+def padding(module: nnx.Module) -> dict[str, int]:
+    """The rows of padding at the end of parameters, by name, of those that have some.
+
+    Args:
+        module: any NNX module, with arrays or abstract (`nnx.eval_shape`).
+
+    Example:
+        >>> from jaxpar.layers import VocabParallelEmbedding
+        >>> padding(VocabParallelEmbedding(503, 8, rngs=nnx.Rngs(0)))
+        {'weight': 9}
+    """
+    params = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    rows = {"/".join(map(str, path)): param.get_metadata().get("padding", 0) for path, param in params}
+    return {name: count for name, count in rows.items() if count}
 
 
 def _spec(path: tuple[Any, ...], param: nnx.Variable, sizes: Mapping[str, int]) -> P:

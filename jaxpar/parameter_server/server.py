@@ -59,7 +59,8 @@ class Server:
         stay_on_cpu()
         use_config_dtypes(config)
         self.index, self.slices, self._put = index, slices, put
-        self._optimizer = make_optimizer(config.optimizer, schedule_of(config))
+        padding = {s.name: s.padding for s in slices}
+        self._optimizer = make_optimizer(config.optimizer, schedule_of(config), padding)
         self._update, self._moved_on = jax.jit(self._updated), jax.jit(_moved_on)
         self._predicts = config.parameter_server.mode == "async" and has_momentum(config.optimizer)
         self._folder = Path(folder)

@@ -26,11 +26,13 @@ class Slice:
         name: path of the parameter.
         start: first row.
         stop: row after the last.
+        padding: how many of these rows, the last ones, only fill the parameter up.
     """
 
     name: str
     start: int
     stop: int
+    padding: int = 0
 
 
 Slices = tuple[Slice, ...]

@@ -4,6 +4,7 @@ In async mode a step is several updates, and servers count updates: counters are
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxpar.config import Config, MeshConfig, ParallelConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.names import Named, like, named
 from jaxpar.parameter_server.server import updates_per_step
-from jaxpar.parameter_server.slices import Slices, assemble, cut, take, take_state
+from jaxpar.parameter_server.slices import Slice, Slices, assemble, cut, take, take_state
 from jaxpar.step import MakeModel, Program, build, model_maker
 
 
@@ -36,7 +37,7 @@ class Whole:
         self.program: Program = build(config.of_one_worker().model_copy(update=alone), mesh, make_model)
         self.params: Named = named(self.program.saved_state.params)
         self.opt_state: Named = named(self.program.saved_state.opt_state)
-        self.slices = slices_of(config, self.params)
+        self.slices = slices_of(config, self.params, self.program.padding)
         self._per_step = updates_per_step(config)
 
     def parts(self, state: Any) -> list[tuple[Named, Named]]:
@@ -68,13 +69,26 @@ def parameter_shapes(config: Config, make_model: MakeModel | None = None) -> Nam
     return named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-def slices_of(config: Config, params: Mapping[str, Any]) -> tuple[Slices, ...]:
-    """What each server of a run owns of these parameters, arrays or shapes.
+def slices_of(
+    config: Config, params: Mapping[str, Any], padding: Mapping[str, int] | None = None
+) -> tuple[Slices, ...]:
+    """What each server of a run owns.
+
+    Args:
+        config: of the run.
+        params: its parameters, arrays or shapes.
+        padding: how many rows at the end of a parameter fill it up, by name.
 
     Raises:
         InputError: more servers than parameters.
     """
-    return cut(params, config.parameter_server.servers, by_rows=config.optimizer.name != "adafactor")
+
+    def filled(s: Slice) -> Slice:
+        real = params[s.name].shape[0] - (padding or {}).get(s.name, 0)
+        return replace(s, padding=s.stop - min(max(real, s.start), s.stop))
+
+    parts = cut(params, config.parameter_server.servers, by_rows=config.optimizer.name != "adafactor")
+    return tuple(tuple(filled(s) for s in part) for part in parts)
 
 
 def _counted(opt_state: Named, turn: Callable[[Any], Any]) -> Named:

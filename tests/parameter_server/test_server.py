@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from test_config import small
 
@@ -29,10 +30,12 @@ def arrays(seed: int, dtype: str = "float32") -> Named:
     return {name: random.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
 
 
-def make(folder: Path, version: int = 7, dtype: str = "float32", **keys: Any) -> Server:
+def make(
+    folder: Path, version: int = 7, dtype: str = "float32", slices: tuple[Slice, ...] = SLICES, **keys: Any
+) -> Server:
     """A server that holds `arrays(0)`; updates up to number 100 are over."""
     config = small(**{**SGD, "optimizer__clip_norm": None, "train__param_dtype": dtype, **keys})
-    server = Server(config, 1, SLICES, str(folder))
+    server = Server(config, 1, slices, str(folder))
     params = arrays(0, dtype)
     state = make_optimizer(config.optimizer, schedule_of(config)).init(nested(params))
     server.load(version, 100, params, {name: np.asarray(leaf) for name, leaf in named(state).items()})
@@ -147,6 +150,24 @@ def test_versions_follow_each_other_and_no_share_is_missing(tmp_path: Path):
     with pytest.raises(AssertionError, match="update 103 has 0 shares, not 2"):
         server.norm(103, 2)
     assert server.version == 8 and server.busy_seconds() > 0
+
+
+@pytest.mark.parametrize("padding", [0, 15])
+def test_rows_of_padding_do_not_count(padding: int, tmp_path: Path):
+    """Adafactor scales an update by the root mean square of the parameter: of the rows that are real."""
+    table, real = "embedding/weight", ROWS - padding
+    filled = tuple(Slice(s.name, s.start, s.stop, padding if s.name == table else 0) for s in SLICES)
+    server = make(tmp_path, slices=filled, optimizer__name="adafactor")
+    (_, _, opt_state), params, grads = server.state(), arrays(0), arrays(1)
+    params[table][real:] = grads[table][real:] = 0
+    server.load(7, 100, params, opt_state)
+    update(server, 101, grads)
+    optax_s = optax.adafactor(0.5, multiply_by_parameter_scale=True, clipping_threshold=1.0, weight_decay_rate=None)
+    state = optax_s.init(params[table][:real])
+    change, _ = optax_s.update(grads[table][:real], state, params[table][:real])
+    _, new, _ = server.state()
+    np.testing.assert_allclose(new[table][:real], params[table][:real] + change, rtol=0, atol=1e-6)  # float32, near 1
+    assert not new[table][real:].any()
 
 
 @pytest.mark.parametrize("norm", [0.5, 40.0])

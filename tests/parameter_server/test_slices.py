@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_config import small
 
 from jaxpar.config import InputError, OptimizerConfig
 from jaxpar.names import Named, named, nested
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parameter_server.slices import Slice, assemble, cut, nbytes, parameter_of, take, take_state
+from jaxpar.parameter_server.whole import slices_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 DTYPES = st.sampled_from(["float32", "float64", "bfloat16"])
@@ -127,6 +129,16 @@ def test_what_is_taken_apart_is_put_together_again(optimizer: str, sizes: dict[s
 def test_factored_statistics_are_put_together_again(servers: int):
     """Adafactor keeps row and column sums of matrices with both dims ≥ 128, here as many as there are rows."""
     check_round_trip("adafactor", make_params(L=128, D=128, F=128, V=130), servers)
+
+
+@pytest.mark.parametrize(("optimizer", "want"), [("adafactor", [[3], [0]]), ("adamw", [[2], [1, 0]])])
+def test_servers_know_which_of_their_rows_are_padding(optimizer: str, want: list[list[int]]):
+    """Of 12 rows of a table 3 are padding; a cut between rows falls before the last of them."""
+    config = small(optimizer__name=optimizer, parameter_server__servers=2)
+    params = {"embedding/weight": np.zeros((12, 4)), "blocks/mlp/up/weight": np.zeros((5, 8))}
+    parts = slices_of(config, params, {"embedding/weight": 3})
+    assert [[s.padding for s in part] for part in parts] == want
+    assert all(s.padding == 0 for part in slices_of(config, params) for s in part)
 
 
 def test_a_leaf_belongs_to_the_longest_name_that_it_ends_with():
