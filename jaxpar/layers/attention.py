@@ -16,6 +16,7 @@ from jaxpar.config import Implementation
 from jaxpar.layers.layout import Initializer
 from jaxpar.layers.linear import NORMAL, ColumnParallelLinear, RowParallelLinear
 from jaxpar.layers.rotary import rotate
+from jaxpar.layers.token_sums import add
 from jaxpar.mesh import TENSOR
 
 
@@ -162,6 +163,6 @@ class ParallelAttention(nnx.Module):
         if axis_size(TENSOR) == 1 or weight_Df.shape[1] < self.num_kv_heads * self.head_dim:
             return layer(x_BTD)
         y_BTK = x_BTD @ block_of(weight_Df, TENSOR, dim=1, blocks=self.num_kv_heads)
-        return (
-            y_BTK if layer.bias is None else y_BTK + block_of(layer.bias[...], TENSOR, dim=0, blocks=self.num_kv_heads)
-        )
+        if layer.bias is None:
+            return y_BTK
+        return add(y_BTK, block_of(layer.bias[...], TENSOR, dim=0, blocks=self.num_kv_heads))

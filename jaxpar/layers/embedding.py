@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.collectives import all_gather, axis_index, block_of, psum, reduce_scatter
 from jaxpar.layers.layout import Initializer
 from jaxpar.layers.linear import NORMAL
+from jaxpar.layers.token_sums import add, look_up
 from jaxpar.mesh import PIPE, TENSOR, VOCAB_AXES
 
 
@@ -67,7 +68,7 @@ class VocabParallelEmbedding(nnx.Module):
         size = table_vD.shape[0]
         local_BT = tokens_BT - axis_index(VOCAB_AXES) * size
         inside_BT = (local_BT >= 0) & (local_BT < size)
-        x_BTD_part = jnp.where(inside_BT[..., None], table_vD[jnp.clip(local_BT, 0, size - 1)], 0)
+        x_BTD_part = jnp.where(inside_BT[..., None], look_up(table_vD, jnp.clip(local_BT, 0, size - 1)), 0)
         if self.sequence_parallel:
             return reduce_scatter(psum(x_BTD_part, PIPE), TENSOR, dim=1)
         return psum(x_BTD_part, VOCAB_AXES)
@@ -113,4 +114,4 @@ class LearnedPositions(nnx.Module):
     def __call__(self, x: jax.Array, tokens: int) -> jax.Array:
         """Add positions 0 … tokens-1 to `[B, T, D]`, or this device's share of them to its block of T."""
         p_TD = self.weight[...][:tokens]
-        return x + (block_of(p_TD, TENSOR, dim=0) if self.sequence_parallel else p_TD)
+        return add(x, block_of(p_TD, TENSOR, dim=0) if self.sequence_parallel else p_TD)

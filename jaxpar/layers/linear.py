@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import all_gather, psum, reduce_scatter
 from jaxpar.layers.layout import Initializer
+from jaxpar.layers.token_sums import add
 from jaxpar.mesh import TENSOR
 
 NORMAL = nnx.initializers.normal(0.02)
@@ -71,7 +72,7 @@ class ColumnParallelLinear(nnx.Module):
         """Apply to `[B, T, D]` (or this device's block of T)."""
         x_BTD = all_gather(x, TENSOR, dim=-2 % x.ndim) if self.sequence_parallel else x
         y_BTf = x_BTD @ self.weight[...]
-        return y_BTf if self.bias is None else y_BTf + self.bias[...]
+        return y_BTf if self.bias is None else add(y_BTf, self.bias[...])
 
 
 class RowParallelLinear(nnx.Module):
@@ -118,4 +119,4 @@ class RowParallelLinear(nnx.Module):
         """Apply to this device's block `[B, T, f]`."""
         y_BTD_part = x @ self.weight[...]
         y = reduce_scatter(y_BTD_part, TENSOR, dim=x.ndim - 2) if self.sequence_parallel else psum(y_BTD_part, TENSOR)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else add(y, self.bias[...])
