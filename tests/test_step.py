@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxpar import verify
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
-from jaxpar.optimizer import make_optimizer, make_schedule
+from jaxpar.models import forward
+from jaxpar.optimizer import make_optimizer, make_schedule, matrices
 from jaxpar.step import Program, abstract_batch, build, model_maker
 
 LAYOUTS = [(d, 1, t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]
@@ -223,3 +225,104 @@ def test_weights_do_not_depend_on_the_layout():
     got = jax.device_get(program(config((2, 1, 4))).init().params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ---------------------------------------------------------------- batches in which nothing counts
+
+EMPTY = {
+    "one device": {"parallel": {"microbatches": 2}},
+    "overlapped": {"layout": (2, 1, 1), "parallel": {"microbatches": 2}, "grad_reduce": {"schedule": "overlapped"}},
+    "1f1b": {"layout": (2, 2, 2), "parallel": {"microbatches": 2}},
+    "1f1b, zero 3": {"layout": (2, 2, 2), "parallel": {"microbatches": 2, "zero": 3}},
+}
+FEW = {"global_batch": 8, "z_loss": 1e-2}
+ADAM = {"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.2, "clip_norm": 1.0}
+
+
+@functools.cache
+def in_few_rows(name: str) -> tuple[Config, Program]:
+    settings = config(**EMPTY[name], optimizer=ADAM, train=FEW)
+    return settings, program(settings)
+
+
+def masked(settings: Config, empty: list[int]):
+    """A batch in whose rows `empty` no token counts; as Hugging Face marks them, they have the target -100."""
+    batch = verify.random_batch(settings, seed=1)
+    batch["mask"][:] = True
+    batch["mask"][empty] = batch["mask"][:, -1] = False
+    batch["targets"] = np.where(batch["mask"], batch["targets"], -100)
+    return batch
+
+
+@functools.cache
+def optax_gradients():
+    """`(params, batch) -> ` gradients of the mean loss over what counts, in global view, with optax's cross-entropy."""
+    settings = config(train=FEW)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: model_maker(settings, "cpu")(nnx.Rngs(0))))
+
+    def mean_loss(params, batch):
+        logits = forward(nnx.merge(graph, params), batch["tokens"])[..., : settings.model.vocab_size]
+        labels = jnp.maximum(batch["targets"], 0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(losses + FEW["z_loss"] * jax.nn.logsumexp(logits, axis=-1) ** 2, where=batch["mask"])
+
+    return jax.jit(jax.grad(mean_loss))
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("empty", ["a microbatch", "a replica", "a microbatch of a replica"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_where_nothing_counts_adds_nothing(name, empty):
+    """Rows 0 to 3 are the first of two replicas; rows 0, 1 and 4, 5 the first microbatches of both."""
+    settings, built = in_few_rows(name)
+    rows = {"a microbatch": [0, 1, 4, 5], "a replica": [0, 1, 2, 3], "a microbatch of a replica": [0, 1]}[empty]
+    batch = masked(settings, rows)
+    params = built.init().params
+    _, got, tokens = built.loss_and_grads(params, jax.device_put(batch, built.batch_sharding), jnp.int32(0))
+    want = optax_gradients()(jax.device_get(built.stacking.model_order(params)), batch)
+    assert tokens == batch["mask"].sum()
+    for a, b in zip(jax.tree.leaves(built.stacking.model_order(got)), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b)
+    # Nor does it where nothing of the whole batch counts: there is no gradient, and no 0 / 0.
+    nothing = jax.device_put(masked(settings, list(range(8))), built.batch_sharding)
+    loss, got, tokens = built.loss_and_grads(params, nothing, jnp.int32(0))
+    assert loss == tokens == 0
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(got))
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_a_step_in_which_nothing_counts_is_one_without_a_gradient():
+    """Its loss is 0; momentum and decay go on, as in optax's AdamW."""
+    settings, built = in_few_rows("1f1b, zero 3")
+    whole, nothing = masked(settings, []), masked(settings, list(range(8)))
+    optimizer = optax.adamw(0.1, 0.9, 0.95, weight_decay=0.2, mask=matrices)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    params = jax.device_get(built.stacking.model_order(built.init().params))
+    gradients = optax_gradients()(params, whole), jax.tree.map(np.zeros_like, params)
+    opt_state, state = optimizer.init(params), built.init()
+    for batch, grads in zip((whole, nothing), gradients, strict=True):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = built.train_step(state, jax.device_put(batch, built.batch_sharding))
+    assert [float(metrics[name]) for name in ("loss", "grad_norm", "tokens", "skipped")] == [0, 0, 0, 0]
+    assert state.step == 2
+    # Adam's first steps divide by the root of small numbers, in another order.
+    for a, b in zip(jax.tree.leaves(built.stacking.model_order(state.params)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-8)
+    loss, tokens = built.eval_step(state.params, jax.device_put(nothing, built.batch_sharding))
+    assert loss == tokens == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "sgd"])
+def test_every_optimizer_makes_no_update_of_no_gradient(name, dtype):
+    """From the first step on; what is left is the decay of matrices. 128 and more: Adafactor factors them."""
+    section = config(optimizer=ADAM | {"name": name}).optimizer
+    optimizer = make_optimizer(section, make_schedule(section))
+    random = np.random.default_rng(0)
+    params = {"blocks": {"up": random.normal(size=(2, 128, 130)), "bias": random.normal(size=(2, 6))}}
+    params = jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    decayed = -0.1 * 0.2 * params["blocks"]["up"].astype(jnp.float32)
+    np.testing.assert_allclose(updates["blocks"]["up"].astype(jnp.float32), decayed, rtol=2**-6)
+    np.testing.assert_array_equal(updates["blocks"]["bias"], 0)
