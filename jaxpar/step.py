@@ -27,6 +27,7 @@ from jaxpar.mesh import DATA, PIPE, batch_spec, shard_bytes
 from jaxpar.models import Transformer
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 from jaxpar.pipeline.stacking import Stacking
+from jaxpar.wide_sums import wide_sums
 from jaxpar.zero import Replicas, Zero, widened
 
 MakeModel = Callable[[nnx.Rngs], Any]
@@ -188,7 +189,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     replicas = Replicas(zero, chosen.reduction, config.train.compute_dtype)
     grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, replicas, platform)
     sharded_grads = jax.shard_map(
-        in_order(grads_of_block, mesh),
+        in_order(wide_sums(grads_of_block), mesh),
         mesh=mesh,
         in_specs=(zero.stored, rows, P(), P()),
         out_specs=(P(), zero.landed, P()),
@@ -198,7 +199,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         return sharded_grads(params, batch, step, jnp.asarray(first_row, jnp.int32))
 
     eval_loss = jax.shard_map(
-        in_order(lambda params, batch: psum(loss_of_block(params, batch), DATA), mesh),
+        in_order(wide_sums(lambda params, batch: psum(loss_of_block(params, batch), DATA)), mesh),
         mesh=mesh,
         in_specs=(zero.stored, rows),
         out_specs=(P(), P()),

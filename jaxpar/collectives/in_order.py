@@ -20,19 +20,18 @@ On GPUs and TPUs collectives run in the order of the compiled program, and none 
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from jaxpar.collectives.views import same_on_all, varying_axes
+from jaxpar.traced import CALLS, bind, evaluate, opened, operations, programs, rerun, with_programs
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
-"""Operations that are nothing but the program inside them, once gradients have been taken."""
 LOOPS = ("scan", "while", "cond")
 """Operations that go on in other threads."""
 SILENT = ("axis_index", "pvary", "pcast")
@@ -56,15 +55,7 @@ def in_order(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """
     if mesh.devices.flat[0].platform != "cpu":
         return f
-
-    def ordered(*args: Any) -> Any:
-        program, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        if not _needs_order(program.jaxpr):
-            return f(*args)
-        outs = _Ordered().run(program, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), [out.value for out in outs])
-
-    return ordered
+    return rerun(f, _needs_order, _run)
 
 
 class Value(NamedTuple):
@@ -82,35 +73,21 @@ class _Ordered:
         self.loop = 0  # the bit of the last loop
         self.since = 0  # the bits of that loop and all that came after it
 
-    def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Value]:
-        """Evaluate a whole program."""
-        return self.evaluate(program.jaxpr, program.consts, [Value(x) for x in args])
-
     def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Evaluate a program at this point of the surrounding one."""
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(Value, consts), *args], strict=True))
-        read = lambda atom: Value(atom.val) if isinstance(atom, Literal) else known[atom]
-        for eqn in jaxpr.eqns:
-            known |= zip(eqn.outvars, self.operation(eqn, [read(atom) for atom in eqn.invars]), strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
+        return evaluate(jaxpr, consts, args, self.operation, Value)
 
     def operation(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
         """Evaluate one operation."""
         if _communicates(eqn):
             return self.collective(eqn, args)
-        if eqn.primitive.name in CALLS and (_communicates_inside(eqn) or "prevent_cse" not in eqn.params):
-            return self.call(eqn, args)
+        if eqn.primitive.name in CALLS:
+            jaxpr, consts, values = opened(eqn, [x.value for x in args])
+            return self.evaluate(jaxpr, consts, [*map(Value, values, (x.after for x in args))])
         if _communicates_inside(eqn):
             return self.communicating_loop(eqn, args)
         after = 0 if eqn.primitive.name in LOOPS else _union(args)  # a loop may pass some values on as they were
         return [Value(out, after) for out in _bind(eqn, args)]
-
-    def call(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
-        if eqn.params.get("differentiated") and eqn.params["prevent_cse"]:  # as JAX itself does for jax.checkpoint
-            values = lax.optimization_barrier([x.value for x in args])
-            args = [x._replace(value=value) for x, value in zip(args, values, strict=True)]
-        ((program, consts),) = _programs(eqn)
-        return self.evaluate(program, consts, args)
 
     def collective(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
         """Must not run beside the last loop. Several operands are as many collectives to XLA."""
@@ -123,7 +100,7 @@ class _Ordered:
         sizes = {i: x.value.size for i, x in enumerate(args) if _touchable(x.value)}
         i = min(sizes, key=lambda i: sizes[i])
         args[i] = Value(self.dependent(args[i].value, self.since & ~_union(args)))
-        outs = _bind(_inside_in_order(eqn), args)
+        outs = _bind(with_programs(eqn, _needs_order, _run), args)
         made = [i for i, descends in enumerate(_descend_from_communication(eqn)) if descends] or range(len(outs))
         after = self.since | self.communicated(min((outs[i] for i in made), key=lambda x: x.size))
         self.loop = self.since = 1 << len(self.results) - 1
@@ -147,6 +124,14 @@ class _Ordered:
         return lax.dynamic_update_slice(x, jnp.where(zero == 0, first, jnp.zeros_like(first)), (0,) * x.ndim)
 
 
+def _run(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    return [out.value for out in _Ordered().evaluate(program.jaxpr, program.consts, [*map(Value, args)])]
+
+
+def _bind(eqn: JaxprEqn, args: Sequence[Value]) -> list[Any]:
+    return bind(eqn, [x.value for x in args])
+
+
 def _union(values: Sequence[Value]) -> int:
     return functools.reduce(operator.or_, (x.after for x in values), 0)
 
@@ -168,25 +153,13 @@ def _touchable(x: Any) -> bool:
     return isinstance(x, jax.Array) and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# ---------------------------------------------------------------- reading a program
+def _needs_order(jaxpr: Jaxpr) -> bool:
+    """Whether a program has a loop that communicates."""
+    return any(eqn.primitive.name in LOOPS and _communicates_inside(eqn) for eqn in operations(jaxpr))
 
 
-def _programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
-    """The programs inside an operation, with their constants."""
-    for param in eqn.params.values():
-        for program in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(program, ClosedJaxpr):
-                yield program.jaxpr, program.consts
-            elif isinstance(program, Jaxpr):
-                yield program, ()
-
-
-def _operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program, those of programs inside it as well."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for program, _ in _programs(eqn):
-            yield from _operations(program)
+def _communicates_inside(eqn: JaxprEqn) -> bool:
+    return any(any(map(_communicates, operations(program))) for program, _ in programs(eqn))
 
 
 def _communicates(eqn: JaxprEqn) -> bool:
@@ -196,33 +169,6 @@ def _communicates(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name not in SILENT and any(isinstance(axis, str) for axis in axes)
 
 
-def _needs_order(jaxpr: Jaxpr) -> bool:
-    """Whether a program has a loop that communicates."""
-    return any(eqn.primitive.name in LOOPS and _communicates_inside(eqn) for eqn in _operations(jaxpr))
-
-
-def _communicates_inside(eqn: JaxprEqn) -> bool:
-    return any(any(map(_communicates, _operations(program))) for program, _ in _programs(eqn))
-
-
-def _inside_in_order(eqn: JaxprEqn) -> JaxprEqn:
-    """A loop or a conditional with its programs put in order."""
-
-    def ordered(param: Any) -> Any:
-        if isinstance(param, tuple | list):
-            return type(param)(map(ordered, param)) if any(isinstance(p, ClosedJaxpr) for p in param) else param
-        if not isinstance(param, ClosedJaxpr) or not _needs_order(param.jaxpr):
-            return param
-        here = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P())
-        kinds = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here, weak_type=a.weak_type, manual_axis_type=a.mat)
-            for a in (v.aval for v in param.jaxpr.invars)
-        ]
-        return jax.make_jaxpr(lambda *args: [out.value for out in _Ordered().run(param, args)])(*kinds)
-
-    return eqn.replace(params={name: ordered(param) for name, param in eqn.params.items()})
-
-
 def _descend_from_communication(loop: JaxprEqn) -> list[bool]:
     """Which results of a loop are not there before it has communicated; others may be values that it passes on.
 
@@ -230,28 +176,19 @@ def _descend_from_communication(loop: JaxprEqn) -> list[bool]:
     XLA leaves such communication out.
     """
     descends = [True] * len(loop.outvars)
-    for program, _ in _programs(loop):
-        if len(program.outvars) == len(descends) and any(map(_communicates, _operations(program))):
+    for program, _ in programs(loop):
+        if len(program.outvars) == len(descends) and any(map(_communicates, operations(program))):
             descends = [*map(operator.and_, descends, _descendants(program, [False] * len(program.invars)))]
     return descends
 
 
 def _descendants(jaxpr: Jaxpr, args: Sequence[bool]) -> list[bool]:
     """Which results of a program descend from communication, if these arguments do."""
-    known = dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda atom: not isinstance(atom, Literal) and known.get(atom, False)
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
+
+    def operation(eqn: JaxprEqn, args: list[bool]) -> list[bool]:
         if eqn.primitive.name in CALLS:
-            ((program, _),) = _programs(eqn)
-            outs = _descendants(program, inputs)
-        else:
-            outs = [any(inputs) or _communicates(eqn) or _communicates_inside(eqn)] * len(eqn.outvars)
-        known |= zip(eqn.outvars, outs, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
+            ((program, _),) = programs(eqn)
+            return _descendants(program, args)
+        return [any(args) or _communicates(eqn) or _communicates_inside(eqn)] * len(eqn.outvars)
 
-
-def _bind(eqn: JaxprEqn, args: Sequence[Value]) -> list[Any]:
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*(x.value for x in args), **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    return evaluate(jaxpr, [None] * len(jaxpr.constvars), args, operation, lambda _: False)
