@@ -7,7 +7,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxpar.data.examples import Examples
+from jaxpar.data.examples import Examples, read_rows
 from jaxpar.data.windows import Rows
 
 
@@ -41,10 +41,12 @@ class Batches(Iterator[dict[str, jax.Array]]):
         stop: The step before which to end.
         prefetch: Batches to read ahead, at least 1.
 
+    `next` raises `InputError` when one of this host's rows holds an id that is not in the vocabulary.
+
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
         >>> class Counting:
-        ...     global_batch, sequence_length = 2, 3
+        ...     global_batch, sequence_length, vocab_size = 2, 3, 10
         ...     def rows(self, step, rows):
         ...         return {"tokens": np.full((len(rows), 3), step, np.int32)}
         >>> with Batches(Counting(), jax.NamedSharding(mesh, jax.P("data")), start=5, stop=7) as batches:
@@ -61,10 +63,21 @@ class Batches(Iterator[dict[str, jax.Array]]):
         # Two threads are enough to stay ahead, and leave the cores to XLA where it computes on the CPU.
         options = grain.ReadOptions(num_threads=min(2, prefetch), prefetch_buffer_size=prefetch)
         steps = grain.MapDataset.range(start, stop)
-        self._reading = iter(steps.map(lambda step: examples.rows(step, rows)).to_iter_dataset(options))
+        self._reading = iter(steps.map(lambda step: read_rows(examples, step, rows)).to_iter_dataset(options))
 
     def __next__(self) -> dict[str, jax.Array]:
-        read: Rows = next(self._reading)
+        return self._on_devices(next(self._reading))
+
+    def refusal(self) -> dict[str, jax.Array]:
+        """A batch for the step whose own `next` raised and in which other hosts wait for this one.
+
+        The targets in this host's rows are -1, by which all hosts see that it was refused (`jaxpar.losses.count`).
+        """
+        shape = len(self._position), self._shape[1]
+        tokens, targets, mask = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.ones(shape, np.bool_)
+        return self._on_devices({"tokens": tokens, "targets": targets, "mask": mask})
+
+    def _on_devices(self, read: Rows) -> dict[str, jax.Array]:
         return {name: self._to_global(array) for name, array in read.items()}
 
     def _to_global(self, read: np.ndarray) -> jax.Array:

@@ -13,7 +13,8 @@ from typing import Protocol, cast
 import grain
 import numpy as np
 
-from jaxpar.data.windows import Rows, Windows
+from jaxpar.config import InputError
+from jaxpar.data.windows import Rows, Windows, unknown
 
 
 class Examples(Protocol):
@@ -22,14 +23,37 @@ class Examples(Protocol):
     Attributes:
         global_batch: Sequences in a step, over all devices.
         sequence_length: T, in tokens.
+        vocab_size: Ids are in `0 .. vocab_size - 1`.
     """
 
     global_batch: int
     sequence_length: int
+    vocab_size: int
 
     def rows(self, step: int, rows: Sequence[int]) -> Rows:
         """The examples in these rows, each in `0 .. global_batch - 1`, of the batch of this step."""
         ...
+
+
+def read_rows(examples: Examples, step: int, rows: Sequence[int]) -> Rows:
+    """`examples.rows(step, rows)`, fit for a device, where an id that a table has no row for would go unnoticed.
+
+    Raises:
+        InputError: An id of `tokens`, or one of `targets` that the mask does not leave out, is not in the vocabulary.
+    """
+    read = examples.rows(step, rows)
+    for name in ("tokens", "targets"):
+        where = unknown(read[name], examples.vocab_size) if name in read else None
+        if where is not None and name == "targets" and "mask" in read:
+            where &= read["mask"]
+        if where is not None and where.any():
+            row, column = np.argwhere(where)[0].tolist()
+            raise InputError(
+                f"the batch after step {step} has the id {read[name][row, column]} in its {name}, in row {rows[row]} "
+                f"at position {column} (the first is 0), but model.vocab_size={examples.vocab_size} allows only ids "
+                f"from 0 to {examples.vocab_size - 1}."
+            )
+    return read
 
 
 def shuffled_order(counts: Sequence[int], weights: Sequence[float], seed: int) -> grain.MapDataset[int]:
@@ -76,6 +100,7 @@ class TrainExamples:
         assert sum(counts) == len(windows), (counts, len(windows))
         self.global_batch = global_batch
         self.sequence_length = windows.sequence_length
+        self.vocab_size = windows.vocab_size
         self._windows = windows
         self._order = shuffled_order(counts, weights, seed)
         self._order[0]  # Grain sets itself up on first use, which is not safe in two threads at once
@@ -101,6 +126,7 @@ class EvaluationExamples:
     def __init__(self, windows: Windows, global_batch: int, batches: int):
         self.global_batch = global_batch
         self.sequence_length = windows.sequence_length
+        self.vocab_size = windows.vocab_size
         self._windows = windows
         count = min(len(windows), global_batch * batches)
         self._numbers = [position * len(windows) // count for position in range(count)]

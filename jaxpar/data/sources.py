@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.config import Config, InputError, Source
-from jaxpar.data.examples import EvaluationExamples, TrainExamples
+from jaxpar.data.examples import EvaluationExamples, TrainExamples, read_rows
 from jaxpar.data.inputs import expand
 from jaxpar.data.token_file import TokenFile, open_token_file
 from jaxpar.data.tokenize import fingerprint, write_tokens
@@ -85,13 +85,16 @@ def open_data(config: Config, cache_dir: Path) -> Data:
             held_out += reader.open(source, key)
     validation = None
     if held_out:
-        windows = Windows(held_out, length)
+        windows = Windows(held_out, length, config.model.vocab_size)
         validation = EvaluationExamples(windows, batch, config.train.eval_batches)
+        for number in range(len(validation)):  # what is wrong with them is known now, by all processes alike
+            read_rows(validation, number, range(batch))
         lines.append(
             f"data.validation: {len(windows):,} sequences of {length}, of which each evaluation reads "
             f"{validation.windows:,} in {len(validation)} batches"
         )
-    examples = TrainExamples(Windows(train, length), counts, weights, batch, config.train.seed)
+    windows = Windows(train, length, config.model.vocab_size)
+    examples = TrainExamples(windows, counts, weights, batch, config.train.seed)
     return Data(examples, validation, tokenizer, tuple(lines))
 
 
@@ -109,7 +112,7 @@ class _Reader:
             token_files.append(self._tokenized(text_files))
         for file in token_files:
             file.check(self.tokenizer, self.config.model.vocab_size)
-        spans = [Span(file.tokens, 0, file.header.tokens) for file in token_files]
+        spans = [Span(file.tokens, 0, file.header.tokens, str(file.path)) for file in token_files]
         _refuse_nothing(spans, self.config.data.sequence_length, f"{key} ({_shortened(source.paths)})")
         return spans
 

@@ -175,6 +175,8 @@ def _parse(path: Path, start: bytes) -> Header:
         header = Header(**json.loads(start[_PREFIX.size : _PREFIX.size + length]))
         if header.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {header.dtype}")
+        if not -1 <= header.largest_token < header.vocab_size:
+            raise ValueError(f"largest_token is {header.largest_token}, vocab_size {header.vocab_size}")
         return header
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} has a damaged header ({error}). Make it again with `jaxpar tokenize`.") from error

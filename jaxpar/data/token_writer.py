@@ -21,6 +21,7 @@ import numpy as np
 from jaxpar.config import InputError
 from jaxpar.data.token_file import HEADER_BYTES, Header
 from jaxpar.data.tokenizers import Tokenizer
+from jaxpar.data.windows import unknown
 
 
 @dataclass
@@ -70,7 +71,18 @@ class TokenWriter:
         self._ends = _open_at(folder / "document_ends", 8 * progress.documents)
 
     def append(self, ids: np.ndarray) -> None:
-        """Writes the next tokens of the current document."""
+        """Writes the next tokens of the current document.
+
+        Raises:
+            InputError: The tokenizer gave an id outside its own vocabulary, which the file's dtype may not hold.
+        """
+        if (where := unknown(ids, self._tokenizer.vocab_size)) is not None:
+            at = int(where.argmax())
+            raise InputError(
+                f"the tokenizer {self._tokenizer.name} gave the id {ids[at]} for token {self.progress.tokens + at} of "
+                f"{self._output}, but its vocab_size={self._tokenizer.vocab_size} allows only ids from 0 to "
+                f"{self._tokenizer.vocab_size - 1}. Mend the tokenizer."
+            )
         if ids.size:
             self._tokens.write(ids.astype(self._dtype.newbyteorder("<")).tobytes())
             self.progress.tokens += ids.size

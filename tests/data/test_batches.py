@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.config import InputError
 from jaxpar.data.batches import Batches, rows_needed
 from jaxpar.data.examples import EvaluationExamples, TrainExamples
 from jaxpar.data.windows import Span, Windows
@@ -16,7 +17,7 @@ TOKENS = np.random.default_rng(0).integers(0, 257, 5 * 240 + 1).astype(np.uint16
 
 
 def train_examples(global_batch=8):
-    return TrainExamples(Windows([Span(TOKENS, 0, TOKENS.size)], 5), [240], [1.0], global_batch, seed=3)
+    return TrainExamples(Windows([Span(TOKENS, 0, TOKENS.size)], 5, 257), [240], [1.0], global_batch, seed=3)
 
 
 def batch_sharding(data, tensor):
@@ -53,7 +54,7 @@ def test_restart_at_any_step_goes_on_with_the_same_batches():
 
 
 def test_batches_of_an_evaluation():
-    examples = EvaluationExamples(Windows([Span(TOKENS, 0, 5 * 11 + 1)], 5), 8, 4)
+    examples = EvaluationExamples(Windows([Span(TOKENS, 0, 5 * 11 + 1)], 5, 257), 8, 4)
     with Batches(examples, batch_sharding(1, 1), 0, len(examples)) as batches:
         assert [int(batch["mask"].sum()) for batch in batches] == [40, 15]
 
@@ -62,7 +63,7 @@ def test_only_rows_of_own_devices_are_read_and_ahead_of_time():
     read, ahead = [], threading.Event()
 
     class Recording:
-        global_batch, sequence_length = 8, 5
+        global_batch, sequence_length, vocab_size = 8, 5, 257
 
         def rows(self, step, rows):
             read.append((step, list(rows), threading.current_thread()))
@@ -80,13 +81,37 @@ def test_only_rows_of_own_devices_are_read_and_ahead_of_time():
 
 def test_an_error_while_reading_reaches_the_reader():
     class Broken:
-        global_batch, sequence_length = 8, 5
+        global_batch, sequence_length, vocab_size = 8, 5, 257
 
         def rows(self, step, rows):
             raise RuntimeError("disk gone")
 
     with Batches(Broken(), batch_sharding(1, 1), 0, 3) as batches, pytest.raises(RuntimeError, match="disk gone"):
         next(batches)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_when_it_is_its_turn():
+    class Bad:
+        global_batch, sequence_length, vocab_size = 8, 5, 257
+
+        def rows(self, step, rows):
+            ids = np.zeros((len(rows), 5), np.int32)
+            return {"tokens": ids, "targets": ids + 257 * (step == 2)}
+
+    with Batches(Bad(), batch_sharding(1, 1), 0, 9) as batches:
+        assert int(next(batches)["targets"].max()) == int(next(batches)["targets"].max()) == 0
+        with pytest.raises(InputError, match=r"the batch after step 2 has the id 257 in its targets, in row 0 at"):
+            next(batches)
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 4)])
+def test_a_refusal_fits_the_step(data, tensor):
+    """It has the shapes, dtypes and layout of a batch, or other hosts would run another program."""
+    with Batches(train_examples(), batch_sharding(data, tensor), 0, 1) as batches:
+        batch, refusal = next(batches), batches.refusal()
+    described = lambda arrays: {n: (a.shape, a.dtype, a.sharding) for n, a in arrays.items()}
+    assert described(refusal) == described(batch)
+    assert (np.asarray(refusal["targets"]) == -1).all() and np.asarray(refusal["mask"]).all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxpar.data.examples import EvaluationExamples, TrainExamples, shuffled_order
+from jaxpar.config import InputError
+from jaxpar.data.examples import EvaluationExamples, TrainExamples, read_rows, shuffled_order
 from jaxpar.data.windows import Span, Windows
 
 LENGTH = 4
@@ -13,7 +14,7 @@ def make_windows(*counts):
     for count in counts:
         spans.append(Span(np.arange(start, start + count * LENGTH + 1, dtype=np.uint32), 0, count * LENGTH + 1))
         start += count * LENGTH
-    return Windows(spans, LENGTH)
+    return Windows(spans, LENGTH, 1 << 16)
 
 
 def train_examples(*counts, weights=None, global_batch=6, seed=0):
@@ -121,3 +122,37 @@ def test_evaluation_of_a_part_takes_distinct_windows_from_all_over():
     assert len(examples) == 5 and len(set(numbers)) == 20
     assert numbers[0] == 0 and numbers[-1] > 90 and max(np.diff(numbers)) <= 6
     assert numbers == [number for step in range(5) for number in window_numbers(examples, step)]
+
+
+class Own:
+    """Examples of a user's own."""
+
+    global_batch, sequence_length, vocab_size = 8, 4, 300
+
+    def __init__(self):
+        self.arrays = {name: np.full((8, 4), 299, np.int32) for name in ("tokens", "targets")}
+        self.arrays["mask"] = np.arange(32).reshape(8, 4) % 4 < 3
+        self.arrays["lengths"] = np.full((8, 4), 1000)  # no ids
+
+    def rows(self, step, rows):
+        return {name: array[rows] for name, array in self.arrays.items()}
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 300, 65535, 2**31 - 1])
+def test_ids_outside_the_vocabulary_reach_no_device(bad):
+    own = Own()
+    own.arrays["targets"][:, 3] = bad  # which the mask leaves out
+    assert read_rows(own, 6, [1, 5])["targets"].tolist() == [[299, 299, 299, bad]] * 2
+    for name, column in (("tokens", 3), ("targets", 2)):
+        own.arrays[name][5, column] = bad
+        read_rows(own, 6, [1, 4])
+        message = rf"after step 6 has the id {bad} in its {name}, in row 5 at position {column} .* from 0 to 299\."
+        with pytest.raises(InputError, match=message):
+            read_rows(own, 6, [1, 5])
+        own.arrays[name][5, column] = 0
+
+
+def test_examples_of_files_have_the_vocabulary_of_the_model():
+    windows = make_windows(10)
+    assert TrainExamples(windows, [10], [1.0], 2, seed=0).vocab_size == 1 << 16
+    assert EvaluationExamples(windows, 2, 3).vocab_size == 1 << 16

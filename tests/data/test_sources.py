@@ -6,6 +6,7 @@ from test_tokenizers import TEXT, write_tokenizer
 
 from jaxpar.config import Config, InputError
 from jaxpar.data.sources import open_data
+from jaxpar.data.token_file import HEADER_BYTES
 from jaxpar.data.tokenize import tokenize_files
 
 
@@ -177,6 +178,21 @@ def test_bad_inputs_are_named(folder, data, message):
 
     with pytest.raises(InputError, match=message):
         open_data(make_config(put(data), vocab_size=300), folder / "tokens")
+
+
+def test_damaged_validation_data_are_refused_at_the_start_and_training_data_when_they_are_read(folder):
+    tokenize_files([f"{folder}/one.txt"], folder / "one.tokens")
+    tokenize_files([f"{folder}/two.txt"], folder / "two.tokens")
+    with (folder / "two.tokens").open("r+b") as file:
+        file.seek(HEADER_BYTES + 2 * 50)  # in window 3
+        file.write(b"\xff\xff")
+    files = [f"{folder}/one.tokens"], [f"{folder}/two.tokens"]
+    message = r"two.tokens holds the id 65535 at token 50 \(the first is 0\), but model.vocab_size=257"
+    with pytest.raises(InputError, match=message):
+        open_data(make_config({"train": files[0], "validation": files[1]}, eval_batches=20), folder / "tokens")
+    data = open_data(make_config({"train": files[1], "validation": files[0]}), folder / "tokens")
+    with pytest.raises(InputError, match=message):
+        tokens_of(data.train, 13)  # an epoch
 
 
 def test_token_beyond_the_vocabulary_is_refused(folder):

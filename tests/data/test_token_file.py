@@ -76,6 +76,9 @@ def test_other_files_versions_and_damage_are_refused(path, monkeypatch):
     path.write_bytes(content.replace(b'"uint16"', b'"objec6"'))
     with pytest.raises(InputError, match=r"damaged header \(dtype is objec6\)"):
         open_token_file(path)
+    path.write_bytes(content.replace(b'"largest_token": 256', b'"largest_token": 257'))
+    with pytest.raises(InputError, match=r"damaged header \(largest_token is 257, vocab_size 257\)"):
+        open_token_file(path)
     path.write_bytes(content.replace(b'{"dtype"', b"{'dtype'"))
     with pytest.raises(InputError, match=r"damaged header"):
         open_token_file(path)

@@ -281,3 +281,20 @@ def test_replacing_an_older_token_file(corpus, tmp_path):
 def test_tokenizing_imports_no_jax():
     program = "import sys, jaxpar.data.tokenize, jaxpar.data.token_file; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("bad", [-1, 257, 65536])  # the last would be 0 in the file
+def test_an_id_outside_the_tokenizers_own_vocabulary_is_not_written(tmp_path, monkeypatch, bad):
+    real = ByteTokenizer.encode_bytes
+
+    def encode_bytes(self, pieces):
+        arrays, replaced = real(self, pieces)
+        return [np.where(ids == ord("z"), bad, ids.astype(np.int32)) for ids in arrays], replaced
+
+    monkeypatch.setattr(ByteTokenizer, "encode_bytes", encode_bytes)
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("xyz")
+    message = rf"the tokenizer byte gave the id {bad} for token 6 of .*/x.tokens, but its vocab_size=257 allows only"
+    with pytest.raises(InputError, match=message):
+        tokenize_files([f"{tmp_path}/*.txt"], tmp_path / "x.tokens")
+    assert not (tmp_path / "x.tokens").exists()
