@@ -3,9 +3,9 @@
 The update runs in global view (plain `jit` on global arrays), so any optax transformation is right on every layout;
 what a layout needs is only a `PartitionSpec` for each leaf of the state, which `opt_state_specs` derives.
 
-Rows of zeros that fill arrays up, of vocabularies and of stacks on uneven stages, must change nothing. Gradient and
-parameter are 0 there, and so is every direction that looks at one element at a time. What looks at more looks at one
-layer at a time in stacks, and is told how many of a table's rows are padding.
+Rows that fill arrays up, of vocabularies and of stacks on uneven stages, must change nothing. Gradients are 0 there,
+and so is every direction that looks at one element at a time. What looks at more looks at one layer at a time in
+stacks, and is told how many of a table's rows are padding.
 
 Every optimizer is the same chain: clip the global norm (`clip_norm`), the optimizer's own direction, decoupled weight
 decay on matrices, times minus the learning rate. With direction u and schedule η the parameters become
@@ -168,10 +168,8 @@ def _adafactor(padding: Mapping[str, int]) -> optax.GradientTransformation:
         return "factored" if second >= FACTORED_FROM else "whole"
 
     def scaled(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
-        real = shape(path, param)
-        rms = lambda x: jnp.sqrt(jnp.square(widened(x)).sum() / math.prod(real))
-        if real != param.shape:  # 0 / 0, should the means of rows of zeros underflow
-            update = jnp.where((jnp.arange(len(param)) < real[0]).reshape(-1, *[1] * (param.ndim - 1)), update, 0)
+        elements = math.prod(shape(path, param))
+        rms = lambda x: jnp.sqrt(jnp.square(widened(x)).sum() / elements)
         clipped = update / jnp.maximum(rms(update), 1.0)
         return (clipped * jnp.maximum(rms(param), SMALLEST_RMS)).astype(update.dtype)
 

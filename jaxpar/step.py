@@ -169,9 +169,12 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
 
     def init() -> TrainState:
         model = make_model(nnx.Rngs(params=config.train.seed))
-        params = stacking.arrange(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        params = stacking.arrange_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+    def from_saved(state: TrainState) -> TrainState:
+        return stacking.arrange(state)._replace(params=stacking.arrange_params(state.params))
 
     shapes = jax.eval_shape(init)
     zero = Zero.of(config.parallel.zero, shapes.params, specs(abstract_model, mesh), mesh.shape[DATA])
@@ -218,7 +221,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         zero=zero,
         saved_state=_placed(saved_shapes, saved_shardings),
         to_saved=jax.jit(stacking.model_order, out_shardings=saved_shardings),
-        from_saved=jax.jit(stacking.arrange, out_shardings=state_shardings),
+        from_saved=jax.jit(from_saved, out_shardings=state_shardings),
         init=jax.jit(init, out_shardings=state_shardings),
         loss_and_grads=jax.jit(loss_and_grads),
         train_step=jax.jit(

@@ -206,7 +206,5 @@ def test_a_step_of_a_model_is_that_of_plain_optax_without_padding(name, layout, 
         padded = got[table]["weight"]
         assert len(padded) == V + -V % multiple and not padded[V:].any()
         got[table]["weight"] = padded[:V]
-    padded = np.array(built.stacking.rows) < 0
-    assert not any(x[padded].any() for x in jax.tree.leaves(jax.device_get(state.params["blocks"])))
     # float64 through three layers; the smallest mistake seen, an update scaled by 0.82, is 4e-4
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, want)

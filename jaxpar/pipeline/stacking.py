@@ -2,7 +2,8 @@
 
 At rest and on disk the stacked parameters of the blocks are in model order, whatever the layout. In a run their
 leading dim is split over `pipe`, so it is ordered by stage, then chunk, then position in the chunk, and chunks with
-fewer layers than the largest are filled up with rows of zeros that the executor passes over.
+fewer layers than the largest are filled up with rows that the executor passes over: parameters with copies of a layer,
+everything else with zeros.
 """
 
 import itertools
@@ -61,12 +62,26 @@ class Stacking:
         return np.array(self.rows, np.int32).reshape(self.stages, self.chunks, self.height)
 
     def arrange(self, tree: Any) -> Any:
-        """From model order `[L, ...]` to rows; every leaf that lies under a key `blocks`."""
+        """From model order `[L, ...]` to rows; every leaf that lies under a key `blocks`. Rows of padding are zeros."""
         if self.in_model_order:
             return tree
         rows = np.array(self.rows)
         fill = lambda x: jnp.where((rows >= 0).reshape(-1, *[1] * (x.ndim - 1)), x[np.maximum(rows, 0)], 0)
         return _on_stacks(lambda x: fill(x).astype(x.dtype), tree)
+
+    def arrange_params(self, params: Any) -> Any:
+        """`arrange`, but rows of padding hold the layer before them.
+
+        The executor calls layers on these rows too, and throws away what comes. Of zeros it would not get rid: 1 / w or
+        w / |w| makes the gradient NaN, of whatever is not used too. Gradients being 0, copies change by decay alone.
+        """
+        if self.in_model_order:
+            return params
+        layer, copied = 0, []
+        for row in self.rows:
+            layer = row if row >= 0 else layer
+            copied.append(layer)
+        return _on_stacks(lambda x: x[np.array(copied)], params)
 
     def model_order(self, tree: Any) -> Any:
         """From rows back to model order; the inverse of `arrange`."""

@@ -13,7 +13,7 @@ from jaxpar.config import InputError, OptimizerConfig
 from jaxpar.names import Named, named, nested
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parameter_server.slices import Slice, assemble, cut, nbytes, parameter_of, take, take_state
-from jaxpar.parameter_server.whole import slices_of
+from jaxpar.parameter_server.whole import Whole, slices_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 DTYPES = st.sampled_from(["float32", "float64", "bfloat16"])
@@ -139,6 +139,9 @@ def test_servers_know_which_of_their_rows_are_padding(optimizer: str, want: list
     parts = slices_of(config, params, {"embedding/weight": 3})
     assert [[s.padding for s in part] for part in parts] == want
     assert all(s.padding == 0 for part in slices_of(config, params) for s in part)
+    whole = Whole(config)
+    found = {name: sum(s.padding for part in whole.slices for s in part if s.name == name) for name in whole.params}
+    assert {name: rows for name, rows in found.items() if rows} == whole.program.padding != {}
 
 
 def test_a_leaf_belongs_to_the_longest_name_that_it_ends_with():
