@@ -44,7 +44,7 @@ def make_loss_and_grads(
     *,
     microbatches: int,
     layer_by_layer: bool,
-    dropout_seed: int | None,
+    dropout_seed: int,
 ) -> Callable[[Params, Batch, jax.Array, jax.Array], tuple[jax.Array, Params, jax.Array]]:
     """Loss and gradients of this device's rows in block view, reduced once over `data`.
 
@@ -56,7 +56,7 @@ def make_loss_and_grads(
         replicas: how parameters get ready and gradients are summed.
         microbatches: pieces of the batch, one after the other.
         layer_by_layer: the last microbatch's backward pass sums each layer's gradients over `data` as it makes them.
-        dropout_seed: None: no dropout.
+        dropout_seed: of the keys that the model's blocks get.
     """
 
     def value_and_grad(loss: Callable, params: Params) -> tuple[tuple[jax.Array, jax.Array], Params]:
@@ -67,14 +67,12 @@ def make_loss_and_grads(
     ) -> tuple[jax.Array, Params, jax.Array]:
         ready = replicas.ready(params)
         rows = batch["tokens"].shape[0]
-        keys_b = None
-        if dropout_seed is not None:
-            rows_b = first_row + axis_index(DATA) * rows + jnp.arange(rows)
-            keys_b = example_keys(dropout_seed, step, rows_b)
+        rows_b = first_row + axis_index(DATA) * rows + jnp.arange(rows)
+        keys_b = example_keys(dropout_seed, step, rows_b)
         split = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
         pieces = jax.tree.map(split, (batch, keys_b))
 
-        def accumulate(total: Any, microbatch: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
+        def accumulate(total: Any, microbatch: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             (loss_part, tokens), grads = value_and_grad(lambda p: loss(p, *microbatch, replicas.use), ready)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss_part, tokens, grads)), None
 
@@ -120,7 +118,7 @@ def in_block_view(
 ) -> tuple[Callable, Callable]:
     """What runs inside `shard_map`: `loss_and_grads(params, batch, step, first_row)` and `loss(params, batch)`."""
     parallel = config.parallel
-    seed = config.train.seed if config.model.resid_pdrop else None
+    seed = config.train.seed  # a block without dropout ignores its keys, and XLA drops what makes them
     shared: dict[str, Any] = {"remat": parallel.remat, "unroll": parallel.unroll, "z_loss": config.train.z_loss}
     if config.mesh.pipe > 1:
         # Permutes are joined by all devices of a mesh, so that none may stand where only some stages have work.

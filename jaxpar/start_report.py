@@ -9,9 +9,9 @@ from rich.filesize import decimal
 from jaxpar.config import Config, choose_implementation
 from jaxpar.data.sources import Data
 from jaxpar.drift import DriftCheck
-from jaxpar.flops import parameter_count
 from jaxpar.gradients import layer_by_layer, partition_of
 from jaxpar.mesh import DATA, shard_bytes
+from jaxpar.models import Facts
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.step import Program
 from jaxpar.zero import REPLICATED_SHARE
@@ -42,19 +42,24 @@ def start_report(
         yield from zero_report(program)
     if drift:
         yield f"drift check: every {config.train.drift_check_every} steps, {drift}"
-    yield from run_report(config, data, device.platform, resumed)
+    yield from run_report(config, program.facts, data, device.platform, resumed)
 
 
-def run_report(config: Config, data: Data, platform: str, resumed: int | None) -> Iterator[str]:
+def run_report(config: Config, facts: Facts, data: Data, platform: str, resumed: int | None) -> Iterator[str]:
     """The part that has nothing to do with the layout: data, model, where the run goes on."""
     yield from data.summary
-    parameters = parameter_count(config.model)
     yield (
-        f"model: {config.model.architecture}, {parameters:,} parameters in {config.train.param_dtype}, computed in "
+        f"model: {facts.name}, {facts.parameters:,} parameters in {config.train.param_dtype}, computed in "
         f"{config.train.compute_dtype}"
     )
-    kernel, reason = choose_implementation(config.model.attn_implementation, config.train.compute_dtype, platform)
-    yield f"attention: {kernel} ({reason})"
+    if facts.ours:
+        kernel, reason = choose_implementation(config.model.attn_implementation, config.train.compute_dtype, platform)
+        yield f"attention: {kernel} ({reason})"
+    else:
+        yield (
+            f"MFU counts {facts.flops_per_token:,} operations a token: 6 for each weight in the blocks' matrices and "
+            f"in a head of model.hidden_size {config.model.hidden_size} × model.vocab_size {config.model.vocab_size}"
+        )
     if resumed is None:
         yield f"run: {config.train.run_dir}, from the start"
     elif resumed < config.train.steps:

@@ -24,13 +24,13 @@ from jaxpar.config import Config, choose_implementation
 from jaxpar.gradients import Batch, Params, in_block_view, layer_by_layer, partition_of
 from jaxpar.layers import padding, specs
 from jaxpar.mesh import DATA, PIPE, batch_spec, shard_bytes
-from jaxpar.models import Transformer
+from jaxpar.models import Facts, Transformer, facts_of
+from jaxpar.models.check import MakeModel
 from jaxpar.optimizer import make_optimizer, make_schedule, opt_state_specs
 from jaxpar.pipeline.stacking import Stacking
 from jaxpar.wide_sums import wide_sums
 from jaxpar.zero import Replicas, Zero, widened
 
-MakeModel = Callable[[nnx.Rngs], Any]
 Leaf = Any  # an array; or its shape, spec or sharding, in trees of the same structure
 
 
@@ -60,6 +60,7 @@ class Program:
         abstract_state: shapes, dtypes and shardings of the state, for checkpoints and for compiling without data.
         batch_sharding: of every array in a batch, `[B/data, T]`.
         stacking: which layers the rows of stacked parameters hold.
+        facts: what the model has.
         padding: how many rows at the end of parameters fill them up, by name.
         abstract_grads: likewise of the gradients, as they are summed over microbatches before `data`.
         grad_reduce: how they are summed over `data`, and why so.
@@ -80,6 +81,7 @@ class Program:
     abstract_state: TrainState
     batch_sharding: NamedSharding
     stacking: Stacking
+    facts: Facts
     padding: dict[str, int]
     abstract_grads: Params
     grad_reduce: Chosen
@@ -157,18 +159,19 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         make_model: builds the model, a `LanguageModel`, from random number streams; by default the config's own.
 
     Raises:
-        InputError: when a parameter cannot be split as its layout says.
+        InputError: when the model is not what the config says or cannot be trained (`jaxpar.models.check_model`), or a
+            parameter cannot be split as its layout says.
     """
     platform = mesh.devices.flat[0].platform
     make_model = make_model or model_maker(config, platform)
+    facts = facts_of(config, make_model)
     stacking = Stacking.of(partition_of(config))
-    abstract_model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     schedule = make_schedule(config.optimizer)
-    filled = padding(abstract_model)
+    filled = padding(facts.model)
     optimizer = make_optimizer(config.optimizer, schedule, filled)
 
     def init() -> TrainState:
-        model = make_model(nnx.Rngs(params=config.train.seed))
+        model = make_model(nnx.Rngs(config.train.seed))
         params = stacking.arrange_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
@@ -177,7 +180,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         return stacking.arrange(state)._replace(params=stacking.arrange_params(state.params))
 
     shapes = jax.eval_shape(init)
-    zero = Zero.of(config.parallel.zero, shapes.params, specs(abstract_model, mesh), mesh.shape[DATA])
+    zero = Zero.of(config.parallel.zero, shapes.params, specs(facts.model, mesh), mesh.shape[DATA])
     optimizer_specs = opt_state_specs(optimizer, shapes.params, zero.landed)
     place = lambda spec: NamedSharding(mesh, spec)
     state_shardings = jax.tree.map(place, TrainState(P(), zero.stored, optimizer_specs, P(), P()))
@@ -190,7 +193,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
     whole_grads = _placed(grad_shapes, jax.tree.map(place, zero.whole))
     chosen = choose_reduction(config.grad_reduce, mesh, shard_bytes(whole_grads))
     replicas = Replicas(zero, chosen.reduction, config.train.compute_dtype)
-    grads_of_block, loss_of_block = in_block_view(config, abstract_model, stacking, replicas, platform)
+    grads_of_block, loss_of_block = in_block_view(config, facts.model, stacking, replicas, platform)
     sharded_grads = jax.shard_map(
         in_order(wide_sums(grads_of_block), mesh),
         mesh=mesh,
@@ -215,6 +218,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         abstract_state=abstract_state,
         batch_sharding=batch_sharding,
         stacking=stacking,
+        facts=facts,
         padding=filled,
         abstract_grads=_placed(grad_shapes, landed) if never_whole else whole_grads,
         grad_reduce=chosen,

@@ -25,7 +25,7 @@ from jaxpar.data.batches import Batches
 from jaxpar.data.examples import EvaluationExamples
 from jaxpar.data.sources import Data, open_data
 from jaxpar.drift import DriftCheck, message
-from jaxpar.flops import flops_per_token, peak_flops_per_second
+from jaxpar.flops import peak_flops_per_second
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
 from jaxpar.start_report import start_report
 from jaxpar.step import MakeModel, Program, TrainState, build
@@ -112,7 +112,7 @@ class Run:
         self.checkpoints, self.writer, self.bar = checkpoints, writer, bar
         device = program.mesh.devices.flat[0]
         self.clock = StepClock(
-            flops_per_token(config.model, config.data.sequence_length),
+            program.facts.flops_per_token,
             peak_flops_per_second(device.device_kind, config.train.compute_dtype),
             program.mesh.size,
         )

@@ -107,7 +107,7 @@ class Zero:
         """The parameters that no dim of which can be split: dotted name and bytes of the whole array."""
         leaves, dims = jax.tree_util.tree_leaves_with_path(shapes), _dims_list(self.dims, shapes)
         return {
-            ".".join(key.key for key in path): math.prod(p.shape) * p.dtype.itemsize
+            ".".join(str(key.key) for key in path): math.prod(p.shape) * p.dtype.itemsize
             for (path, p), dim in zip(leaves, dims, strict=True)
             if dim is None
         }

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxpar import mesh as meshes
 from jaxpar.config import Config, InputError
-from jaxpar.flops import flops_per_token
 from jaxpar.inspect.summary import Report, report
 from jaxpar.inspect.targets import compiler_options, parse_target, target_mesh
 from jaxpar.mesh import shard_bytes
@@ -109,7 +108,7 @@ def compile_step(
         mesh,
         target=target,
         memory_parts=state_bytes(program, batch),
-        flops_per_step=tokens * flops_per_token(config.model, config.data.sequence_length),
+        flops_per_step=tokens * program.facts.flops_per_token,
         trace_seconds=traced - start,
         compile_seconds=compiled_at - traced,
         notes=notes,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -20,10 +22,14 @@ Remat = str | Sequence[str]
 
 
 class LanguageModel(Protocol):
-    """The protocol. Everything in the model that is learned is an `nnx.Param`; there is no other state.
+    """The protocol.
+
+    Everything in the model that is learned is an `nnx.Param`. Other variables and NumPy arrays (a rotary table, a
+    mask) are constants: made by the model's maker at each start, whole on every device, in the dtype that they are
+    made in, and in no checkpoint. There is no other state: what the model assigns to when it is called is refused.
 
     Attributes:
-        blocks: one module whose parameters have a leading dim L, made by `stack`. Layers are in model order.
+        blocks: one module whose arrays have a leading dim L, made by `stack`. Layers are in model order.
     """
 
     blocks: nnx.Module
@@ -38,7 +44,8 @@ class LanguageModel(Protocol):
         Args:
             layer: the module that `stack` was given the maker of, with one layer's parameters.
             x: activations.
-            keys_B: one PRNG key per example, different in each layer and step; None outside training.
+            keys_B: in training one PRNG key per example, different in each layer and step, the same on every layout;
+                None outside training. A block without dropout ignores it.
 
         Returns:
             Activations of the same shape and dtype.
@@ -46,7 +53,11 @@ class LanguageModel(Protocol):
         ...
 
     def head(self, x: jax.Array) -> jax.Array:
-        """Activations to logits `[B, T, V]`, in block view this device's block of V, or all of V on each device."""
+        """Activations to logits `[B, T, V]`, in block view this device's block of V, or all of V on each device.
+
+        V is the config's `vocab_size`; or that rounded up to a multiple of `vocab_multiple`, and then the logits from
+        `vocab_size` on are -inf, so that they get no probability.
+        """
         ...
 
 
@@ -67,8 +78,8 @@ def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.R
         (3, 4, 8)
     """
     key = rngs.params()
-    keys_L = jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(layers))
-    return nnx.vmap(lambda key: make_layer(nnx.Rngs(params=key)))(keys_L)
+    keys_L = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(layers))
+    return nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys_L)
 
 
 def forward(
@@ -127,19 +138,19 @@ def run(
     unroll: int,
 ) -> jax.Array:
     """`forward` with parameters that are made ready for use on the way; `model` gives the structure alone."""
-    graph = nnx.graphdef(model.blocks)
+    make_layer = layer_maker(model.blocks)
     stack = params[STACK]
     rest = {name: tree for name, tree in params.items() if name != STACK}
 
     def layer(x: jax.Array, entry: Any, index: jax.Array) -> jax.Array:
-        return model.block(nnx.merge(graph, use.layer(entry)), x, fold_in(keys_B, index))
+        return model.block(make_layer(use.layer(entry), index), x, fold_in(keys_B, index))
 
     layer = checkpointed(layer, remat, in_scan=unroll == 1, gathered_over=use.gathered_over)
     layers = jax.tree.leaves(stack)[0].shape[0]
     x, _ = lax.scan(
         lambda x, xs: (layer(x, *xs), None),
         outside_stack(model, use.rest(rest)).embed(tokens_BT),
-        (stack, jax.numpy.arange(layers)),
+        (stack, jnp.arange(layers)),
         unroll=min(unroll, layers),
     )
     return outside_stack(model, use.rest(rest)).head(x)
@@ -147,8 +158,22 @@ def run(
 
 def outside_stack(model: Any, rest: dict[str, Any]) -> Any:
     """The model with these parameters outside its blocks, for `embed` and `head`."""
-    unused = nnx.to_pure_dict(nnx.state(model.blocks, nnx.Param))
-    return nnx.merge(nnx.graphdef(model), rest | {STACK: unused})
+    graph, params, constants = nnx.split(model, nnx.Param, ...)
+    unused = nnx.to_pure_dict(params)[STACK]
+    return nnx.merge(graph, rest | {STACK: unused}, jax.tree.map(jnp.asarray, constants))
+
+
+def layer_maker(blocks: Any) -> Callable[[Any, Any], Any]:
+    """`(params, index) -> layer`: from one layer's parameters, and its number for its constants."""
+    graph, _, constants = nnx.split(blocks, nnx.Param, ...)
+    return lambda params, index: nnx.merge(graph, params, jax.tree.map(lambda c: _row(c, index), constants))
+
+
+def _row(constant_L: Any, index: Any) -> jax.Array:
+    """One layer's row; where all layers have the same, the first, so that a program holds only that."""
+    if isinstance(constant_L, np.ndarray) and (constant_L == constant_L[:1]).all():
+        return jnp.asarray(constant_L[0])
+    return jnp.asarray(constant_L)[index]
 
 
 def checkpointed(

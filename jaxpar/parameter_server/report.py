@@ -29,7 +29,7 @@ def report_lines(config: Config, whole: Whole, data: Data, resumed: int | None) 
         f"parameter servers: {settings.servers} on {where}, which hold {sizes} of parameters, {settings.mode}",
         f"workers: {settings.workers} worker{several}, each on a mesh {axes}; at least {settings.min_workers} to go on",
         f"batch: {config.batch_derivation()}",
-        *run_report(config, data, "cpu", resumed),
+        *run_report(config, whole.program.facts, data, "cpu", resumed),
     ]
 
 

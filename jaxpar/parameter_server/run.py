@@ -133,7 +133,7 @@ class Run:
     ) -> None:
         self.config, self.whole, self.data, self.checkpoints, self.bar = config, whole, data, checkpoints, bar
         self.folder, self.done = folder, first
-        self.log = StepLog(config, bar, first)
+        self.log = StepLog(config, bar, first, whole.program.facts.flops_per_token)
         self.events = (folder / "events.jsonl").open("a", encoding="utf-8")
 
     def __enter__(self) -> "Run":

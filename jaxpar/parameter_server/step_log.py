@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxpar.config import Config
 from jaxpar.console import show_step
-from jaxpar.flops import flops_per_token
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
 from jaxpar.optimizer import make_schedule
 from jaxpar.parameter_server.server import updates_per_step
@@ -22,6 +21,7 @@ class StepLog:
         config: of the run.
         bar: its progress bar.
         first: steps done before.
+        flops_per_token: of the model, see `jaxpar.models.Facts`.
 
     Attributes:
         last: the numbers of the last step.
@@ -30,8 +30,8 @@ class StepLog:
         clock: keeps the time of steps.
     """
 
-    def __init__(self, config: Config, bar: Any, first: int) -> None:
-        self._config, self._bar = config, bar
+    def __init__(self, config: Config, bar: Any, first: int, flops_per_token: int) -> None:
+        self._config, self._bar, self._flops_per_token = config, bar, flops_per_token
         self._per_step = updates_per_step(config)
         self._schedule = make_schedule(config.optimizer)
         self._task = bar.add_task("starting workers", completed=first, total=config.train.steps, loss="")
@@ -52,9 +52,8 @@ class StepLog:
         """Begin to take the time of steps, with these workers."""
         self._ready = ready
         config = ready[0].config
-        per_token = flops_per_token(config.model, config.data.sequence_length)
         devices = len(ready) * config.mesh.data * config.mesh.pipe * config.mesh.tensor
-        self.clock = StepClock(per_token, ready[0].peak_flops_per_second, devices)
+        self.clock = StepClock(self._flops_per_token, ready[0].peak_flops_per_second, devices)
         self._rates, self._read_at = {}, 0
 
     def take(self, step: int, updates: Sequence[Update], version: int, workers: int) -> None:

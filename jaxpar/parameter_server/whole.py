@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxpar.config import Config, MeshConfig, ParallelConfig
 from jaxpar.mesh import make_mesh
+from jaxpar.models import check_model
 from jaxpar.names import Named, like, named
 from jaxpar.parameter_server.server import updates_per_step
 from jaxpar.parameter_server.slices import Slice, Slices, assemble, cut, take, take_state
@@ -63,9 +64,8 @@ class Whole:
 
 
 def parameter_shapes(config: Config, make_model: MakeModel | None = None) -> Named:
-    """Shapes of a run's parameters by name, for which no device of JAX has to start."""
-    make_model = make_model or model_maker(config, "cpu")
-    model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+    """Shapes of a run's parameters by name, for which no device of JAX has to start; the model is checked."""
+    model = check_model(config, make_model or model_maker(config, "cpu"))
     return named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from jaxpar.collectives import axis_index, psum, shift, varying, varying_axes
@@ -28,7 +27,7 @@ from jaxpar.layers.dropout import example_keys, fold_in
 from jaxpar.layers.layout import STACK
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, PIPE
-from jaxpar.models.protocol import Remat, Use, checkpointed, outside_stack
+from jaxpar.models.protocol import Remat, Use, checkpointed, layer_maker, outside_stack
 from jaxpar.pipeline import slots
 from jaxpar.pipeline.schedules import Phase, Schedule
 from jaxpar.pipeline.stacking import Stacking
@@ -50,7 +49,7 @@ class Executor:
         remat: what a forward keeps, see `jaxpar.models.forward`.
         unroll: layers per iteration of the scan over a chunk's layers.
         z_loss: see `jaxpar.losses.cross_entropy`.
-        dropout_seed: None: no dropout.
+        dropout_seed: of the keys that blocks get in training.
         skip_idle: skip idle work with a conditional.
     """
 
@@ -63,7 +62,7 @@ class Executor:
     remat: Remat
     unroll: int
     z_loss: float
-    dropout_seed: int | None
+    dropout_seed: int
     skip_idle: bool
 
     def loss_and_grads(
@@ -125,7 +124,7 @@ class _Run:
 
     def keys(self, m: jax.Array) -> jax.Array | None:
         """Raw dropout keys of microbatch m's sequences (raw, so that they fit a ring buffer)."""
-        if self.e.dropout_seed is None or self.position is None:
+        if self.position is None:
             return None
         step, first_row = self.position
         b = self.replica_rows // self.table.microbatches
@@ -137,11 +136,11 @@ class _Run:
         layers_SvH = self.e.stacking.table()
         layers_H = jnp.asarray(layers_SvH)[self.stage_index, jnp.maximum(k, 0)]
         padded = bool((layers_SvH < 0).any())
-        graph = nnx.graphdef(self.e.model.blocks)
+        make_layer = layer_maker(self.e.model.blocks)
 
         def layer(x: jax.Array, params: Tree, index: jax.Array) -> jax.Array:
             keys = None if keys_b is None else fold_in(jax.random.wrap_key_data(keys_b), index)
-            y = self.e.model.block(nnx.merge(graph, self.use.layer(params)), x, keys)
+            y = self.e.model.block(make_layer(self.use.layer(params), index), x, keys)
             return jnp.where(index >= 0, y, x) if padded else y
 
         unroll = min(self.e.unroll, len(layers_H))

@@ -82,10 +82,11 @@ def config(data: int, tensor: int, parallel: dict[str, Any] | None = None, **mod
         "architecture": "llama",
         "vocab_size": V,
         "vocab_multiple": 8,
-        "hidden_size": 24,
+        "hidden_size": D,
         "intermediate_size": F,
         "num_hidden_layers": L,
         "num_attention_heads": 4,
+        "head_dim": 6,
     }
     return Config.from_dict(
         {
@@ -174,7 +175,7 @@ def weights() -> Any:
 
 
 def transformer() -> Transformer:
-    model = config(1, 1, resid_pdrop=0.2).model
+    model = config(1, 1, hidden_size=24, resid_pdrop=0.2).model
     return Transformer(model, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
 
 

@@ -28,7 +28,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def log_of(config: Config, first: int = 0) -> StepLog:
-    log = StepLog(config, progress(Console(quiet=True)), first)
+    log = StepLog(config, progress(Console(quiet=True)), first, flops_per_token=1)
     log.start_clock([Ready(config, "none", None, 0)])
     return log
 
