@@ -31,6 +31,7 @@ class Layer(nnx.Module):
         self.mix = nnx.Sequential(nnx.Linear(D, D, rngs=rngs, **FLOAT), jnp.tanh, nnx.Linear(D, D, rngs=rngs, **FLOAT))
         self.up = nnx.Param(jax.random.uniform(key, (D, F), jnp.float64, -0.4, 0.4), layout=P(None, TENSOR))
         self.down = nnx.Param(jax.random.uniform(key, (F, D), jnp.float64, -0.4, 0.4), layout=P(TENSOR, None))
+        self.gain = nnx.Param(jnp.ones((), jnp.float64))
         self.mask = nnx.Variable(jnp.tril(jnp.ones((T, T))))  # the same in all layers
         self.slope = nnx.Variable(jax.random.uniform(key, (), jnp.float64))  # another in each
         self.scale = np.linspace(0.5, 1.0, D)
@@ -39,7 +40,7 @@ class Layer(nnx.Module):
         distance_TT = jnp.arange(T)[:, None] - jnp.arange(T)
         weights_TT = self.mask[...] * jnp.exp(-self.slope[...] * jnp.abs(distance_TT))
         mean = jnp.einsum("ts,bsd->btd", weights_TT, self.norm(x) * self.scale)
-        x = x + dropout(self.mix(mean), keys_B, 0.3)
+        x = x + self.gain[...] * dropout(self.mix(mean), keys_B, 0.3)
         return x + psum(jax.nn.gelu(x @ self.up[...]) @ self.down[...], TENSOR)
 
 

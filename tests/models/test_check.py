@@ -182,6 +182,12 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         model(make_layer=layer(call=lambda _, y: y.astype(jnp.float32))),
         ["`block` turns float64[8,6,10] into float32[8,6,10]", "train.compute_dtype, float64"],
     ),
+    "a block that rounds in evaluations": (
+        model(
+            block=lambda model, layer, x, keys_B: layer(x, keys_B).astype(x.dtype if keys_B is not None else "float32")
+        ),
+        ["into float32[8,6,10]"],
+    ),
     "a block that cuts": (model(make_layer=layer(call=lambda _, y: y[:, 1:])), ["into float64[8,5,10]"]),
     "a block with two results": (model(make_layer=layer(call=lambda _, y: (y, y))), ["into a tuple"]),
     "our own of other sizes": (

@@ -32,7 +32,7 @@ def own(rngs: nnx.Rngs) -> OwnModel:
 
 
 MATRICES = L * (2 * D * D + 2 * D * F)
-PARAMETERS = MATRICES + L * 3 * D + 2 * V * D
+PARAMETERS = MATRICES + L * (3 * D + 1) + 2 * V * D
 
 
 def test_of_any_other_model():

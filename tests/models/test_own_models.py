@@ -81,6 +81,7 @@ def test_checkpoints_hold_parameters_alone():
     assert names.keys() == {
         "out",  # which is the embedding as well
         "blocks/down",
+        "blocks/gain",
         "blocks/norm/scale",
         "blocks/up",
         *(f"blocks/mix/layers/{place}/{kind}" for place in (0, 2) for kind in ("bias", "kernel")),
