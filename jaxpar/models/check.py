@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jaxpar.config import Config, InputError
+from jaxpar.config import Config, InputError, ModelConfig
 from jaxpar.layers import VocabParallelEmbedding
 from jaxpar.layers.dropout import example_keys
 from jaxpar.layers.layout import STACK
@@ -107,7 +107,7 @@ def _changes(path: Path, variable: nnx.Variable) -> InputError:
             "each example: jaxpar.layers.dropout(x, keys_B, rate) does, with the same masks on every layout."
         )
     return InputError(
-        f"{_dotted(path)} (nnx.{type(variable).__name__}) is state that changes when the model is called. A step "
+        f"{_dotted(path)} ({type(variable).__name__}) is state that changes when the model is called. A step "
         f"changes parameters alone, and all other variables are constants. {instead}"
     )
 
@@ -159,7 +159,7 @@ def _check_tables(model: Any, vocab_size: int) -> None:
 
 def _check_calls(model: Any, config: Config) -> None:
     """Trace what a step calls, in global view, on one microbatch of one replica."""
-    sizes, compute_dtype = config.model, config.train.compute_dtype
+    compute_dtype = config.train.compute_dtype
     graph, params, constants = nnx.split(model, nnx.Param, ...)
     arrays = jax.eval_shape(lambda params: cast(params, compute_dtype), nnx.to_pure_dict(params)), constants
     rows = config.train.global_batch // (config.mesh.data * config.parallel.microbatches)
@@ -180,7 +180,20 @@ def _check_calls(model: Any, config: Config) -> None:
         return _assigning_nothing(lambda: whole.head(x), whole)
 
     jaxpr, x = jax.make_jaxpr(embed, return_shape=True)(tokens_BT, arrays)
-    if (least := min(tables(jaxpr.jaxpr, jaxpr.jaxpr.invars[:1]), default=sizes.vocab_size)) < sizes.vocab_size:
+    _check_embedding(x, tables(jaxpr.jaxpr, jaxpr.jaxpr.invars[:1]), config.model)
+    for keys in (keys_B, None):  # as in training, and as in evaluation
+        y = jax.eval_shape(block, x, keys, arrays)
+        if _kind(y) != _kind(x):
+            raise InputError(
+                f"`block` turns {_kind(x)} into {_kind(y)}; it must keep shape and dtype, since the next block gets "
+                f"what it returns. Parameters come in train.compute_dtype, {compute_dtype}, constants as they are made."
+            )
+    _check_logits(jax.eval_shape(head, x, arrays), tokens_BT.shape, config.model)
+
+
+def _check_embedding(x: Any, rows_of_tables: list[int], sizes: ModelConfig) -> None:
+    least = min(rows_of_tables, default=sizes.vocab_size)
+    if least < sizes.vocab_size:
         raise InputError(
             f"`embed` looks tokens up in a table of {least} rows, model.vocab_size is {sizes.vocab_size}: the other "
             f"tokens would get a wrong row, or NaN. Build it with {sizes.vocab_size}, or set model.vocab_size={least}."
@@ -192,19 +205,14 @@ def _check_calls(model: Any, config: Config) -> None:
             f"`embed` gives {_kind(x)}, a width of {x.shape[-1]}, model.hidden_size is {sizes.hidden_size}. Set "
             f"model.hidden_size={x.shape[-1]}, or build a model of that width."
         )
-    for keys in (keys_B, None):  # as in training, and as in evaluation
-        y = jax.eval_shape(block, x, keys, arrays)
-        if _kind(y) != _kind(x):
-            raise InputError(
-                f"`block` turns {_kind(x)} into {_kind(y)}; it must keep shape and dtype, since the next block gets "
-                f"what it returns. Parameters come in train.compute_dtype, {compute_dtype}, constants as they are made."
-            )
-    logits = jax.eval_shape(head, x, arrays)
-    sizes_V = dict.fromkeys((sizes.vocab_size, sizes.padded_vocab_size))
-    if not _floats(logits) or logits.shape not in [(*tokens_BT.shape, V) for V in sizes_V]:
+
+
+def _check_logits(logits: Any, shape_BT: tuple[int, ...], sizes: ModelConfig) -> None:
+    legal_V = dict.fromkeys((sizes.vocab_size, sizes.padded_vocab_size))
+    if not _floats(logits) or logits.shape not in [(*shape_BT, V) for V in legal_V]:
         raise InputError(
-            f"`head` gives {_kind(logits)}, must give logits of shape [{rows},{tokens_BT.shape[1]},V] with V "
-            f"{' or '.join(map(str, sizes_V))}: model.vocab_size {sizes.vocab_size}, or that padded to a multiple of "
+            f"`head` gives {_kind(logits)}, must give logits of shape [{','.join(map(str, shape_BT))},V] with V "
+            f"{' or '.join(map(str, legal_V))}: model.vocab_size {sizes.vocab_size}, or that padded to a multiple of "
             f"model.vocab_multiple {sizes.vocab_multiple} with logits of -inf. Set these to what the model has."
         )
 

@@ -121,16 +121,16 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "batch statistics": (
         model(make_layer=layer(sets(bn=lambda r: nnx.BatchNorm(D, dtype=jnp.float32, rngs=r, **FLOAT)), averaged)),
-        ["blocks.bn.mean (nnx.BatchStat) is state that changes", "nnx.RMSNorm"],
+        ["blocks.bn.mean (BatchStat) is state that changes", "nnx.RMSNorm"],
     ),
     "Flax's dropout": (
         model(make_layer=layer(sets(drop=lambda r: nnx.Dropout(0.1, rngs=r)), lambda self, y: self.drop(y))),
-        ["blocks.drop.rngs.", "(nnx.Rng", "keys_B", "jaxpar.layers.dropout"],
+        ["blocks.drop.rngs.", "(Rng", "keys_B", "jaxpar.layers.dropout"],
     ),
     "streams that are kept": (model(sets(rngs=lambda rngs: rngs)), ["rngs.", "Keep no rngs in a model"]),
     "a counter": (
         model(make_layer=layer(sets(calls=lambda _: nnx.Variable(jnp.int32(0))), counts)),
-        ["blocks.calls (nnx.Variable) is state that changes", "Compute it from the inputs"],
+        ["blocks.calls (Variable) is state that changes", "Compute it from the inputs"],
     ),
     "an array as it is": (
         model(make_layer=layer(sets(rotary=lambda _: jnp.ones(3)))),
