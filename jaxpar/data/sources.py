@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.config import Config, InputError, Source
-from jaxpar.data.examples import EvaluationExamples, TrainExamples, read_rows
+from jaxpar.data.examples import EvaluationExamples, TrainExamples
 from jaxpar.data.inputs import expand
 from jaxpar.data.token_file import TokenFile, open_token_file
 from jaxpar.data.tokenize import fingerprint, write_tokens
@@ -88,7 +88,7 @@ def open_data(config: Config, cache_dir: Path) -> Data:
         windows = Windows(held_out, length, config.model.vocab_size)
         validation = EvaluationExamples(windows, batch, config.train.eval_batches)
         for number in range(len(validation)):  # what is wrong with them is known now, by all processes alike
-            read_rows(validation, number, range(batch))
+            validation.rows(number, range(batch))
         lines.append(
             f"data.validation: {len(windows):,} sequences of {length}, of which each evaluation reads "
             f"{validation.windows:,} in {len(validation)} batches"
