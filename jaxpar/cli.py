@@ -51,15 +51,21 @@ def verify(
     config_file: ConfigFile,
     overrides: Overrides = None,
     float64: Annotated[bool, typer.Option("--float64", help="Store and compute in float64.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Your own model: FUNCTION(rngs) builds it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare one step of a config on its mesh with the same step on one device."""
+    """Compare a few steps and an evaluation of a config on its mesh with the same on one device."""
     dtypes = ["train.param_dtype=float64", "train.compute_dtype=float64"] if float64 else []
     config = load_config(config_file, [*(overrides or ()), *dtypes]).of_one_worker()
     from jaxpar import mesh, verify
+    from jaxpar.models.own import own_model
 
     config, devices = mesh.start(config)
-    if not verify.run(config, devices, as_json=as_json):
+    make_model = own_model(model) if model else None
+    if not verify.run(config, devices, make_model, steps=steps, as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.collectives import axis_index, psum, varying
+from jaxpar.collectives import axis_index, psum
 from jaxpar.config import Config
 from jaxpar.layers.dropout import example_keys
-from jaxpar.losses import cross_entropy
+from jaxpar.losses import Sums, cross_entropy, means
 from jaxpar.mesh import DATA
 from jaxpar.models.protocol import WHOLE, Remat, Use, run
 from jaxpar.pipeline.executor import Executor
@@ -26,12 +26,10 @@ Params = dict[str, Any]
 Batch = dict[str, jax.Array]
 
 
-def make_loss(model: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`(params, batch, keys_B, use) -> (loss summed over tokens, tokens)` of a model, in the view it is called in."""
+def make_loss(model: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callable[..., tuple[jax.Array, Sums]]:
+    """`(params, batch, keys_B, use)` to what `cross_entropy` gives for a model, in the view it is called in."""
 
-    def loss(
-        params: Params, batch: Batch, keys_B: jax.Array | None = None, use: Use = WHOLE
-    ) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Params, batch: Batch, keys_B: jax.Array | None = None, use: Use = WHOLE) -> tuple[jax.Array, Sums]:
         logits = run(model, params, batch["tokens"], keys_B, use, remat=remat, unroll=unroll)
         return cross_entropy(logits, batch["targets"], batch["mask"], z_loss=z_loss)
 
@@ -39,13 +37,13 @@ def make_loss(model: Any, *, remat: Remat, unroll: int, z_loss: float) -> Callab
 
 
 def make_loss_and_grads(
-    loss: Callable[..., tuple[jax.Array, jax.Array]],
+    loss: Callable[..., tuple[jax.Array, Sums]],
     replicas: Replicas,
     *,
     microbatches: int,
     layer_by_layer: bool,
     dropout_seed: int,
-) -> Callable[[Params, Batch, jax.Array, jax.Array], tuple[jax.Array, Params, jax.Array]]:
+) -> Callable[[Params, Batch, jax.Array, jax.Array], tuple[Sums, Params]]:
     """Loss and gradients of this device's rows in block view, reduced once over `data`.
 
     Parameters are cast once and marked as varying over `data`, so that differentiating leaves each replica's
@@ -59,12 +57,11 @@ def make_loss_and_grads(
         dropout_seed: of the keys that the model's blocks get.
     """
 
-    def value_and_grad(loss: Callable, params: Params) -> tuple[tuple[jax.Array, jax.Array], Params]:
-        return jax.value_and_grad(loss, has_aux=True)(params)
+    def sums_and_grads(loss: Callable, params: Params) -> tuple[Sums, Params]:
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return sums, grads
 
-    def loss_and_grads(
-        params: Params, batch: Batch, step: jax.Array, first_row: jax.Array
-    ) -> tuple[jax.Array, Params, jax.Array]:
+    def loss_and_grads(params: Params, batch: Batch, step: jax.Array, first_row: jax.Array) -> tuple[Sums, Params]:
         ready = replicas.ready(params)
         rows = batch["tokens"].shape[0]
         rows_b = first_row + axis_index(DATA) * rows + jnp.arange(rows)
@@ -72,30 +69,28 @@ def make_loss_and_grads(
         split = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
         pieces = jax.tree.map(split, (batch, keys_b))
 
-        def accumulate(total: Any, microbatch: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            (loss_part, tokens), grads = value_and_grad(lambda p: loss(p, *microbatch, replicas.use), ready)
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss_part, tokens, grads)), None
+        def accumulate(total: Params, microbatch: tuple[Batch, jax.Array]) -> tuple[Params, Sums]:
+            sums, grads = sums_and_grads(lambda p: loss(p, *microbatch, replicas.use), ready)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
 
-        def last(total: Params | None) -> tuple[tuple[jax.Array, jax.Array], Params]:
+        def last(total: Params | None) -> tuple[Sums, Params]:
             """The last microbatch, its gradients added to the others' and summed over `data` on the way."""
             microbatch = jax.tree.map(lambda x: x[-1], pieces)
             given = lambda landing: replicas.landing_params(ready, total, landing)
-            return value_and_grad(
+            return sums_and_grads(
                 lambda landing: loss(given(landing), *microbatch, replicas.landing_use), replicas.landing(params)
             )
 
-        scalar = varying(jnp.zeros((), jnp.promote_types(replicas.compute_dtype, jnp.float32)), DATA)
-        total = scalar, scalar, jax.tree.map(lambda p: jnp.zeros_like(widened(p)), ready)
         before = microbatches - layer_by_layer
-        if before:
-            total, _ = lax.scan(accumulate, total, jax.tree.map(lambda x: x[:before], pieces))
+        total = jax.tree.map(lambda p: jnp.zeros_like(widened(p)), ready)
+        total, sums_M = lax.scan(accumulate, total, jax.tree.map(lambda x: x[:before], pieces))
+        sums = jax.tree.map(lambda x_M: x_M.sum(0), sums_M)
         if layer_by_layer:
-            added, grads = last(total[2] if before else None)
-            loss_sum, tokens = psum(jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], added), DATA)
+            added, grads = last(total if before else None)
+            sums = psum(jax.tree.map(jnp.add, sums, added), DATA)
         else:
-            loss_sum, tokens, grads = replicas.land(*total)
-        count = jnp.maximum(tokens, 1)
-        return loss_sum / count, jax.tree.map(lambda g: g / count, grads), tokens
+            sums, grads = replicas.land(sums, total)
+        return means(sums), jax.tree.map(lambda g: g / jnp.maximum(sums["tokens"], 1), grads)
 
     return loss_and_grads
 
@@ -143,4 +138,6 @@ def in_block_view(
         layer_by_layer=layer_by_layer(config),
         dropout_seed=seed,
     )
-    return grads, lambda params, batch: loss(replicas.ready(params), batch, None, replicas.use)
+    # What is reported of an evaluation is the cross-entropy: no penalty is computed.
+    evaluated = make_loss(model, remat=parallel.remat, unroll=parallel.unroll, z_loss=0.0)
+    return grads, lambda params, batch: evaluated(replicas.ready(params), batch, None, replicas.use)[1]

@@ -69,7 +69,7 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
         boundaries.append(warmup_steps)
     if optimizer.schedule == "constant":
         pieces.append(optax.constant_schedule(peak))
-        return optax.join_schedules(pieces, boundaries)
+        return _in_full_precision(optax.join_schedules(pieces, boundaries))
     assert optimizer.decay_steps > warmup_steps, "a whole Config fills decay_steps in, and checks it"
     decay_steps = optimizer.decay_steps - warmup_steps
     if optimizer.schedule == "warmup_cosine":
@@ -83,7 +83,17 @@ def make_schedule(optimizer: OptimizerConfig) -> Schedule:
             pieces.append(optax.constant_schedule(peak))
             boundaries.append(optimizer.decay_steps - falling_steps)
         pieces.append(optax.linear_schedule(peak, final, falling_steps))
-    return optax.join_schedules(pieces, boundaries)
+    return _in_full_precision(optax.join_schedules(pieces, boundaries))
+
+
+def _in_full_precision(schedule: Schedule) -> Schedule:
+    """The schedule, computed in float64 where JAX has it: from a count of 32 bits optax computes in float32."""
+
+    def rate(count: Any) -> jax.Array:
+        steps = jnp.asarray(count, float)
+        return jnp.asarray(schedule(steps), steps.dtype)
+
+    return rate
 
 
 def make_optimizer(

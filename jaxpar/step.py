@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
@@ -51,6 +52,11 @@ class TrainState(NamedTuple):
     skipped: Leaf
     skipped_in_a_row: Leaf
 
+    def tried_anew(self, max_bad_steps: int) -> "TrainState":
+        """The state to go on from: after a run that bad steps stopped, they are counted from 0 again."""
+        stopped = int(self.skipped_in_a_row) >= max_bad_steps
+        return self._replace(skipped_in_a_row=np.int32(0)) if stopped else self
+
 
 @dataclass(frozen=True)
 class Program:
@@ -69,11 +75,14 @@ class Program:
         to_saved: `(state) -> state` in model order.
         from_saved: its inverse.
         init: `() -> TrainState`, drawn from the seed, the same on every layout.
-        loss_and_grads: `(params, batch, step, first_row=0) -> (loss f32[], grads, tokens f32[])`; grads like params, in
-            float32 or wider, both divided by the number of unmasked tokens in the batch, of which `first_row` is the
-            first row's number in the batch of the step (dropout depends on it).
+        loss_and_grads: `(params, batch, step, first_row=0) -> (means, grads)`. Means over the unmasked tokens of the
+            batch: `loss` and what else is minimised, and `tokens`, their number (`jaxpar.losses.means`). The gradients
+            of their sum are like params, in float32 or wider. `first_row` is the first row's number in the batch of
+            the step (dropout depends on it). Without any token all are 0, and the train step goes on by momentum and
+            decay.
         train_step: `(state, batch) -> (state, metrics)`; the state is donated.
-        eval_step: `(params, batch) -> (loss summed over tokens, tokens)`.
+        train_step_and_grads: the same, `(state, batch) -> (state, metrics, grads)`, for checks; nothing is donated.
+        eval_step: `(params, batch)` to `loss`, the cross-entropy summed over tokens, and `tokens`, their number.
         schedule: learning rate by number of applied steps.
     """
 
@@ -92,6 +101,7 @@ class Program:
     init: Callable[[], TrainState]
     loss_and_grads: jax.stages.Wrapped
     train_step: jax.stages.Wrapped
+    train_step_and_grads: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
 
 
@@ -108,9 +118,17 @@ def model_maker(config: Config, platform: str) -> MakeModel:
 
 
 def make_train_step(
-    loss_and_grads: Callable, optimizer: optax.GradientTransformationExtraArgs, schedule: Callable, landed: Params
+    loss_and_grads: Callable,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Callable,
+    landed: Params,
+    max_bad_steps: int,
 ) -> Callable:
     """The step, in global view. A step whose loss or gradient is not finite changes nothing but the counters.
+
+    After `max_bad_steps` of them in a row a step changes nothing at all, and so does one whose `tokens` are NaN because
+    a process refused its rows (see `jaxpar.losses.count`). The loop, which never waits for the step that it has begun,
+    reads of either when one more is begun; and the state is still that of before.
 
     Args:
         loss_and_grads: see `Program`.
@@ -118,34 +136,35 @@ def make_train_step(
             before (which sends nothing) and gathered afterwards.
         schedule: learning rate by number of applied steps.
         landed: shardings.
+        max_bad_steps: at least 1.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads, tokens = loss_and_grads(state.params, batch, state.step)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Params]:
+        means, grads = loss_and_grads(state.params, batch, state.step)
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        goes_on = (state.skipped_in_a_row < max_bad_steps) & ~jnp.isnan(means["tokens"])
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         params = lax.with_sharding_constraint(state.params, landed)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, global_norm=grad_norm)
         applied = optax.apply_updates(params, updates), opt_state
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new.astype(old.dtype), old), applied, (params, state.opt_state)
+            lambda new, old: jnp.where(finite & goes_on, new.astype(old.dtype), old), applied, (params, state.opt_state)
         )
         new = TrainState(
-            step=state.step + 1,
+            step=state.step + goes_on,
             params=lax.with_sharding_constraint(params, landed),
             opt_state=opt_state,
-            skipped=state.skipped + ~finite,
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            skipped=state.skipped + (~finite & goes_on),
+            skipped_in_a_row=jnp.where(finite & goes_on, 0, state.skipped_in_a_row + goes_on),
         )
         metrics = {
-            "loss": loss,
+            **means,
             "grad_norm": grad_norm,
             "learning_rate": schedule(state.step - state.skipped),
-            "tokens": tokens,
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
-        return new, metrics
+        return new, metrics, grads
 
     return train_step
 
@@ -198,7 +217,7 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         in_order(wide_sums(grads_of_block), mesh),
         mesh=mesh,
         in_specs=(zero.stored, rows, P(), P()),
-        out_specs=(P(), zero.landed, P()),
+        out_specs=(P(), zero.landed),
     )
 
     def loss_and_grads(params: Params, batch: Batch, step: jax.Array, first_row: int | jax.Array = 0) -> Any:
@@ -208,8 +227,13 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         in_order(wide_sums(lambda params, batch: psum(loss_of_block(params, batch), DATA)), mesh),
         mesh=mesh,
         in_specs=(zero.stored, rows),
-        out_specs=(P(), P()),
+        out_specs=P(),
     )
+    step_and_grads = make_train_step(loss_and_grads, optimizer, schedule, landed, config.train.max_bad_steps)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return step_and_grads(state, batch)[:2]
+
     abstract_state = _placed(shapes, state_shardings)
     saved_shapes = jax.eval_shape(stacking.model_order, shapes)
     saved_shardings = jax.tree.map(_evenly, saved_shapes, state_shardings)
@@ -229,10 +253,15 @@ def build(config: Config, mesh: Mesh, make_model: MakeModel | None = None) -> Pr
         init=jax.jit(init, out_shardings=state_shardings),
         loss_and_grads=jax.jit(loss_and_grads),
         train_step=jax.jit(
-            make_train_step(loss_and_grads, optimizer, schedule, landed),
+            train_step,
             in_shardings=(state_shardings, batch_sharding),
             out_shardings=(state_shardings, place(P())),
             donate_argnums=0,
+        ),
+        train_step_and_grads=jax.jit(
+            step_and_grads,
+            in_shardings=(state_shardings, batch_sharding),
+            out_shardings=(state_shardings, place(P()), landed),
         ),
         eval_step=jax.jit(eval_loss),
     )

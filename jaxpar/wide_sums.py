@@ -43,12 +43,12 @@ def _operation(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
     if _narrow_sum(eqn):
         wide = [x.astype(jnp.float32) if _narrow(x.dtype) else x for x in args]
         out = _scatter_add(eqn, wide) if eqn.primitive.name == "scatter-add" else bind(eqn, wide)[0]
-        return [out.astype(eqn.outvars[0].aval.dtype)]
+        return [out.astype(_dtype(eqn))]
     if not any(_needs_width(program) for program, _ in programs(eqn)):
         return bind(eqn, args)
     if eqn.primitive.name in CALLS:
-        jaxpr, consts, args = opened(eqn, args)
-        return evaluate(jaxpr, consts, args, _operation)
+        jaxpr, consts, inputs = opened(eqn, args)
+        return evaluate(jaxpr, consts, inputs, _operation)
     return bind(with_programs(eqn, _needs_width, _run), args)
 
 
@@ -63,7 +63,12 @@ def _needs_width(jaxpr: Jaxpr) -> bool:
 
 
 def _narrow_sum(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in SUMS and _narrow(eqn.outvars[0].aval.dtype)
+    return eqn.primitive.name in SUMS and _narrow(_dtype(eqn))
+
+
+def _dtype(eqn: JaxprEqn) -> Any:
+    aval: Any = eqn.outvars[0].aval
+    return aval.dtype
 
 
 def _narrow(dtype: Any) -> bool:

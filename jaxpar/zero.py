@@ -180,12 +180,11 @@ class Replicas:
         gather.defvjp(lambda parts: (gather(parts), None), backward)
         return gather(parts)
 
-    def land(self, loss: jax.Array, tokens: jax.Array, grads: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        """Sum over the replicas: loss, tokens, and gradients to where the stage wants them, once a step.
+    def land(self, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """Sum over the replicas: numbers, and gradients to where the stage wants them, once a step.
 
         Args:
-            loss: of this replica's tokens.
-            tokens: their number.
+            sums: over this replica's tokens, as of the loss.
             grads: of what `ready` gave, float32 or wider; those of parts are summed already.
         """
         leaves, structure = jax.tree.flatten(grads)
@@ -194,8 +193,7 @@ class Replicas:
         summed = self.reduce([leaves[i] for i in waiting], [dims[i] for i in waiting])
         for i, g in zip(waiting, summed, strict=True):
             leaves[i] = g
-        loss, tokens = psum((loss, tokens), DATA)
-        return loss, tokens, jax.tree.unflatten(structure, leaves)
+        return psum(sums, DATA), jax.tree.unflatten(structure, leaves)
 
     def reduce(self, grads: Tree, dims: Tree) -> Tree:
         """Sum gradients over the replicas: whole in stage 0, else each replica's part."""

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import psum
-from jaxpar.losses import cross_entropy
+from jaxpar.losses import cross_entropy, means
 from jaxpar.mesh import make_mesh
 
 B, T, V = 4, 5, 840
@@ -61,11 +61,14 @@ def test_split_vocabulary_equals_optax(ways: int, z_loss: float):
         in_specs=(split, P(), P()),
         out_specs=((P(), P()), split),
     )
-    (loss, count), gradient = jax.jit(block)(logits, targets, mask)
+    (objective, sums), gradient = jax.jit(block)(logits, targets, mask)
     (want, _), want_gradient = value_and_gradient(oracle, z_loss)(logits, targets, mask)
-    np.testing.assert_allclose(loss, want, **CLOSE)
+    np.testing.assert_allclose(objective, want, **CLOSE)
     np.testing.assert_allclose(gradient, want_gradient, **CLOSE)
-    assert count == mask.sum() == 10
+    np.testing.assert_allclose(sums["loss"], oracle(logits, targets, mask, 0.0)[0], **CLOSE)  # whatever the penalty
+    assert sums.keys() == {"loss", "tokens"} | ({"z_loss"} if z_loss else set())
+    np.testing.assert_allclose(sums["loss"] + sums.get("z_loss", 0), want, **CLOSE)
+    assert sums["tokens"] == mask.sum() == 10
     np.testing.assert_array_equal(gradient[~mask], 0)
 
 
@@ -76,8 +79,7 @@ def test_one_mean_over_replicas_that_mask_differently():
     logits, targets, mask = batch()
 
     def mean(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
-        loss, count = psum(cross_entropy(logits, targets, mask), "data")
-        return loss / count
+        return means(psum(cross_entropy(logits, targets, mask)[1], "data"))["loss"]
 
     block = jax.shard_map(jax.value_and_grad(mean), mesh=mesh, in_specs=(split, rows, rows), out_specs=(P(), split))
     loss, gradient = jax.jit(block)(logits, targets, mask)
@@ -142,9 +144,9 @@ def test_extreme_logits(dtype: Any):
 def test_bfloat16_logits_are_summed_in_float32():
     logits, targets, mask = batch()
     low = jnp.asarray(logits, jnp.bfloat16)
-    loss, count = cross_entropy(low, targets, mask)
+    loss, sums = cross_entropy(low, targets, mask)
     want, _ = oracle(low.astype(jnp.float64), targets, mask, 0.0)
-    assert loss.dtype == count.dtype == jnp.float32
+    assert loss.dtype == sums["tokens"].dtype == jnp.float32
     np.testing.assert_allclose(loss, want, rtol=1e-6)  # float32 sums; bfloat16 ones are off by 1e-3
 
 
@@ -159,6 +161,19 @@ def test_targets_where_nothing_counts_may_be_anything():
 
 
 def test_nothing_counts():
-    (loss, count), gradient = value_and_gradient(cross_entropy, Z_LOSS)(*batch()[:2], np.zeros((B, T), bool))
-    assert loss == count == 0
+    (loss, sums), gradient = value_and_gradient(cross_entropy, Z_LOSS)(*batch()[:2], np.zeros((B, T), bool))
+    assert loss == 0 and all(mean == 0 for mean in means(sums).values())
     np.testing.assert_array_equal(gradient, 0)
+
+
+def test_a_negative_target_that_counts_is_seen_in_the_number_of_tokens():
+    """One that does not count is not, nor one in another example; the loss and its gradient stay finite."""
+    logits, targets, mask = batch()
+    spoilt = np.where(np.arange(B)[:, None] == 1, -1, targets)
+    of_rows = jax.vmap(
+        lambda logits, targets, mask: cross_entropy(logits[None], targets[None], mask[None])[1]["tokens"]
+    )
+    got = of_rows(logits, spoilt, mask)
+    assert np.isnan(got).tolist() == (np.arange(B) == 1).tolist()
+    np.testing.assert_array_equal(np.delete(got, 1), np.delete(mask.sum(1), 1))
+    np.testing.assert_array_equal(of_rows(logits, spoilt, mask & (spoilt >= 0)), (mask & (spoilt >= 0)).sum(1))

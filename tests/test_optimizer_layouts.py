@@ -180,7 +180,8 @@ def gradients(tied: bool) -> Any:
     settings = settings_of((1, 1, 1), 1, "sgd", tied)
     params = jax.device_put(jax.device_get(program(settings).init().params), jax.devices()[0])
     batch = verify.random_batch(settings)
-    return jax.device_get((params, verify.one_device_step(settings, model_maker(settings, "cpu"), params, batch)[1]))
+    alone = verify.OneDevice(settings, model_maker(settings, "cpu"))
+    return jax.device_get((params, jax.jit(alone.losses_and_grads)(params, batch, 0)[1]))
 
 
 @pytest.mark.parametrize(

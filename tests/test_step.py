@@ -6,6 +6,7 @@ Sizes are all different, so that swapped dims fail, and as small as they can be:
 import functools
 import itertools
 import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpar import verify
-from jaxpar.config import Config
+from jaxpar import trainer, verify
+from jaxpar.config import Config, InputError
 from jaxpar.mesh import make_mesh
 from jaxpar.models import forward
 from jaxpar.optimizer import make_optimizer, make_schedule, matrices
@@ -67,8 +68,9 @@ def one_device(**model):
     params = jax.device_get(program(settings).init().params)
     params = jax.device_put(params, jax.devices()[0])
     batch = jax.device_put(verify.random_batch(settings), jax.devices()[0])
-    loss, grads, _ = verify.one_device_step(settings, model_maker(settings, "cpu"), params, batch)
-    return jax.device_get((params, loss, grads))
+    alone = verify.OneDevice(settings, model_maker(settings, "cpu"))
+    losses, grads = jax.jit(alone.losses_and_grads)(params, batch, jnp.int32(0))
+    return jax.device_get((params, losses["loss"], grads))
 
 
 def assert_parity(settings: Config, **model) -> None:
@@ -77,9 +79,9 @@ def assert_parity(settings: Config, **model) -> None:
     shardings = jax.tree.map(lambda s: s.sharding, built.abstract_state.params)
     params = jax.device_put(built.stacking.arrange(params), shardings)
     batch = jax.device_put(verify.random_batch(settings), built.batch_sharding)
-    loss, got, tokens = built.loss_and_grads(params, batch, jnp.int32(0))
-    assert tokens == batch["mask"].sum()
-    assert abs(loss - want_loss) <= TOLERANCE * want_loss
+    means, got = built.loss_and_grads(params, batch, jnp.int32(0))
+    assert means["tokens"] == batch["mask"].sum()
+    assert abs(means["loss"] - want_loss) <= TOLERANCE * want_loss
     norm = float(optax.tree.norm(want))
 
     def error(got, want):  # GPT-2's key biases have no gradient but rounding: softmax is blind to them
@@ -144,7 +146,7 @@ def one_device_training(settings: Config, batches) -> dict:
     params = jax.device_put(jax.device_get(built.init().params), jax.devices()[0])
     optimizer = make_optimizer(settings.optimizer, make_schedule(settings.optimizer), built.padding)
     state = optimizer.init(params)
-    step = jax.jit(lambda params, batch: verify.one_device_step(settings, maker, params, batch)[1])
+    step = jax.jit(lambda params, batch: verify.OneDevice(settings, maker).losses_and_grads(params, batch, 0)[1])
     update = jax.jit(optimizer.update)
     for batch in batches:
         updates, state = update(step(params, batch), state, params)
@@ -183,7 +185,7 @@ def test_mixed_precision_keeps_float32_masters_and_accumulates_in_float32():
     built = program(settings)
     batch = jax.device_put(verify.random_batch(settings), built.batch_sharding)
     state = built.init()
-    _, grads, _ = built.loss_and_grads(state.params, batch, state.step)
+    _, grads = built.loss_and_grads(state.params, batch, state.step)
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, grads))} == {jnp.dtype("float32")}
     text = built.eval_step.lower(state.params, batch).as_text()
     operands = re.findall(r"stablehlo.dot_general.*: \(tensor<[\dx]*(\w+)>, tensor<[\dx]*(\w+)>\)", text)
@@ -278,16 +280,32 @@ def test_where_nothing_counts_adds_nothing(name, empty):
     rows = {"a microbatch": [0, 1, 4, 5], "a replica": [0, 1, 2, 3], "a microbatch of a replica": [0, 1]}[empty]
     batch = masked(settings, rows)
     params = built.init().params
-    _, got, tokens = built.loss_and_grads(params, jax.device_put(batch, built.batch_sharding), jnp.int32(0))
+    means, got = built.loss_and_grads(params, jax.device_put(batch, built.batch_sharding), jnp.int32(0))
     want = optax_gradients()(jax.device_get(built.stacking.model_order(params)), batch)
-    assert tokens == batch["mask"].sum()
+    assert means["tokens"] == batch["mask"].sum()
     for a, b in zip(jax.tree.leaves(built.stacking.model_order(got)), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b)
     # Nor does it where nothing of the whole batch counts: there is no gradient, and no 0 / 0.
     nothing = jax.device_put(masked(settings, list(range(8))), built.batch_sharding)
-    loss, got, tokens = built.loss_and_grads(params, nothing, jnp.int32(0))
-    assert loss == tokens == 0
+    means, got = built.loss_and_grads(params, nothing, jnp.int32(0))
+    assert all(mean == 0 for mean in means.values())
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(got))
+
+
+@dataclass
+class Fixed:
+    """The same batch twice, as an evaluation reads it."""
+
+    batch: dict[str, np.ndarray]
+    global_batch: int
+    sequence_length: int
+    vocab_size: int
+
+    def __len__(self):
+        return 2
+
+    def rows(self, step, rows):
+        return {name: array[rows] for name, array in self.batch.items()}
 
 
 @pytest.mark.usefixtures("quick_compiles")
@@ -309,8 +327,9 @@ def test_a_step_in_which_nothing_counts_is_one_without_a_gradient():
     # Adam's first steps divide by the root of small numbers, in another order.
     for a, b in zip(jax.tree.leaves(built.stacking.model_order(state.params)), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-8)
-    loss, tokens = built.eval_step(state.params, jax.device_put(nothing, built.batch_sharding))
-    assert loss == tokens == 0
+    validation = Fixed(nothing, 8, settings.data.sequence_length, settings.model.vocab_size)
+    with pytest.raises(InputError, match="no token counts in its 2 batches"):
+        trainer.evaluate(built, state.params, validation)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -326,3 +345,38 @@ def test_every_optimizer_makes_no_update_of_no_gradient(name, dtype):
     decayed = -0.1 * 0.2 * params["blocks"]["up"].astype(jnp.float32)
     np.testing.assert_allclose(updates["blocks"]["up"].astype(jnp.float32), decayed, rtol=2**-6)
     np.testing.assert_array_equal(updates["blocks"]["bias"], 0)
+
+
+def test_a_step_that_must_not_be_done_changes_nothing(quick_compiles: None):
+    """Neither one with a batch that a process refused in its rows, nor one begun after too many bad ones.
+
+    Here in a pipeline; whole runs do it without (`test_trainer`).
+    """
+    settings = config((2, 2, 1), optimizer={"name": "adamw"}, train={"max_bad_steps": 2})
+    built = program(settings)
+    good = verify.random_batch(settings)
+    rows = settings.train.global_batch
+    refused = good | {  # as `Batches.refusal` makes it, by the process of the second replica
+        "targets": np.where(np.arange(rows)[:, None] < rows // 2, good["targets"], -1),
+        "mask": good["mask"] | (np.arange(rows)[:, None] >= rows // 2),
+    }
+    good, refused = (jax.device_put(batch, built.batch_sharding) for batch in (good, refused))
+
+    def step(state, batch):
+        before = jax.device_get(state)
+        after, metrics = built.train_step(state, batch)
+        unchanged = jax.tree.map(np.array_equal, before, jax.device_get(after))
+        return after, metrics, all(jax.tree.leaves(unchanged))
+
+    state, metrics, unchanged = step(built.init(), good)
+    assert not unchanged and np.isfinite(metrics["tokens"])
+    state, metrics, unchanged = step(state, refused)
+    assert unchanged and np.isnan(metrics["tokens"])
+    after = [jax.tree.map(jnp.copy, state._replace(skipped_in_a_row=jnp.int32(bad))) for bad in (1, 2)]
+    _, _, unchanged = step(after[0], good)
+    assert not unchanged
+    state, metrics, unchanged = step(after[1], good)
+    assert unchanged and np.isfinite(metrics["loss"])
+    anew = state.tried_anew(2)
+    assert (int(anew.step), int(anew.skipped_in_a_row)) == (1, 0) and anew.params is state.params
+    assert int(state.tried_anew(3).skipped_in_a_row) == 2

@@ -198,7 +198,7 @@ def measure_all_reduce(config: Config, folder: Path) -> dict[str, Any]:
     step_seconds, cpu_seconds = (time.perf_counter() - began) / steps, (time.process_time() - cpu_before) / steps
     number = jax.ShapeDtypeStruct((), np.int32)
     batch = abstract_batch(config, program)
-    _, grads, *_ = jax.eval_shape(program.loss_and_grads, program.abstract_state.params, batch, number)
+    _, grads = jax.eval_shape(program.loss_and_grads, program.abstract_state.params, batch, number)
     wire = config.grad_reduce.wire_dtype
     grad_bytes = sum(
         leaf.size * (jax.numpy.dtype(wire).itemsize if wire else leaf.dtype.itemsize) for leaf in jax.tree.leaves(grads)

@@ -10,7 +10,7 @@ from jaxpar.console import show_step
 from jaxpar.metrics import MetricsWriter, StepClock, peak_memory_bytes
 from jaxpar.optimizer import make_schedule
 from jaxpar.parameter_server.server import updates_per_step
-from jaxpar.parameter_server.update import Update
+from jaxpar.parameter_server.update import Update, means
 from jaxpar.parameter_server.worker import Ready
 
 
@@ -75,7 +75,7 @@ class StepLog:
         self.bad = in_steps(last.skipped_in_a_row, self._per_step)
         self.last = {
             "step": step,
-            "loss": sum(g.loss * g.tokens for g in gradients) / max(tokens, 1),
+            **means(gradients),
             "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
             "learning_rate": float(self._schedule(made)),
             "tokens": tokens,

@@ -1,5 +1,6 @@
 """What the coordinator tells of: an update that was made, and that some were taken back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpar.parameter_server.worker import Gradient
@@ -17,6 +18,12 @@ class RolledBack(Exception):
         self.step = step
 
 
+def means(gradients: Sequence[Gradient]) -> dict[str, float]:
+    """Their means over tokens, over all their tokens together."""
+    tokens = max(sum(g.tokens for g in gradients), 1)
+    return {name: sum(g.means[name] * g.tokens for g in gradients) / tokens for name in gradients[0].means}
+
+
 @dataclass(frozen=True)
 class Update:
     """An update that was made.
@@ -24,7 +31,6 @@ class Update:
     Attributes:
         step: of which batch.
         parts: which parts of it.
-        loss: mean over the tokens.
         tokens: how many.
         grad_norm: of the mean gradient.
         staleness: versions between the parameters it was computed with and those it was added to.
@@ -35,7 +41,6 @@ class Update:
 
     step: int
     parts: tuple[int, ...]
-    loss: float
     tokens: float
     grad_norm: float
     staleness: int

@@ -13,7 +13,7 @@ T tokens, D width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from jax import lax
 from jaxpar.collectives import axis_index, psum, shift, varying, varying_axes
 from jaxpar.layers.dropout import example_keys, fold_in
 from jaxpar.layers.layout import STACK
-from jaxpar.losses import cross_entropy
+from jaxpar.losses import Sums, cross_entropy, means
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.models.protocol import Remat, Use, checkpointed, layer_maker, outside_stack
 from jaxpar.pipeline import slots
@@ -45,7 +45,7 @@ class Executor:
         stacking: which layers are where.
         ready: parameters to differentiate, cast to the compute dtype; called once, before the first tick.
         use: how a layer, the embedding and the head get theirs from those.
-        land: sums loss, tokens and gradients over `data`; called once, after the last tick.
+        land: sums what the loss is made of, and gradients, over `data`; called once, after the last tick.
         remat: what a forward keeps, see `jaxpar.models.forward`.
         unroll: layers per iteration of the scan over a chunk's layers.
         z_loss: see `jaxpar.losses.cross_entropy`.
@@ -58,29 +58,22 @@ class Executor:
     stacking: Stacking
     ready: Callable[[Tree], Tree]
     use: Use
-    land: Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
+    land: Callable[[Sums, Tree], tuple[Sums, Tree]]
     remat: Remat
     unroll: int
     z_loss: float
     dropout_seed: int
     skip_idle: bool
 
-    def loss_and_grads(
-        self, params: Tree, batch: Tree, step: jax.Array, first_row: jax.Array
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """Mean loss, its gradients, and the number of tokens, like `jaxpar.gradients.make_loss_and_grads`."""
-        run = _Run(self, params, batch, (step, first_row))
-        loss, blocks, rest = run.train()
-        tokens = batch["mask"].sum(dtype=loss.dtype)
-        loss, tokens, grads = self.land(loss, tokens, rest | {STACK: blocks})
-        count = jnp.maximum(tokens, 1)
-        return loss / count, jax.tree.map(lambda g: g / count, grads), tokens
+    def loss_and_grads(self, params: Tree, batch: Tree, step: jax.Array, first_row: jax.Array) -> tuple[Sums, Tree]:
+        """Means over the tokens and gradients, like `jaxpar.gradients.make_loss_and_grads`."""
+        sums, blocks, rest = _Run(self, params, batch, (step, first_row)).train()
+        sums, grads = self.land(sums, rest | {STACK: blocks})
+        return means(sums), jax.tree.map(lambda g: g / jnp.maximum(sums["tokens"], 1), grads)
 
-    def loss(self, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        """Loss summed over this replica's tokens, and their number, forward only and without dropout."""
-        run = _Run(self, params, batch, None)
-        loss = run.evaluate()
-        return loss, batch["mask"].sum(dtype=loss.dtype)
+    def loss(self, params: Tree, batch: Tree) -> Sums:
+        """Sums over this replica's tokens, forward only, without dropout and penalties."""
+        return _Run(replace(self, z_loss=0.0), params, batch, None).evaluate()
 
 
 class _Run:
@@ -99,7 +92,7 @@ class _Run:
         self.batch = jax.tree.map(lambda x: x.reshape(M, self.replica_rows // M, *x.shape[1:]), batch)
         x = _zeros_of(lambda: self.embed(self.rest, jnp.int32(0)))
         self.first_x = varying(x, PIPE) + slots.IDLE
-        self.no_loss = _zeros_of(lambda: self.head_loss(self.rest, x, jnp.int32(0)))
+        self.no_sums = _zeros_of(lambda: self.head_loss(self.rest, x, jnp.int32(0))[1])
 
     # ---------------------------------------------------------------- the model's pieces
 
@@ -111,11 +104,11 @@ class _Run:
         """Activations of microbatch m, made by all stages together."""
         return self.outside_stack(rest).embed(self.batch["tokens"][jnp.maximum(m, 0)])
 
-    def head_loss(self, rest: Tree, x: jax.Array, m: jax.Array) -> jax.Array:
-        """Loss of microbatch m, summed over its tokens, computed by all stages together."""
+    def head_loss(self, rest: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Sums]:
+        """The objective of microbatch m and its sums over tokens, computed by all stages together."""
         of_m = jax.tree.map(lambda a: a[jnp.maximum(m, 0)], self.batch)
         logits = self.outside_stack(rest).head(x)
-        return cross_entropy(logits, of_m["targets"], of_m["mask"], z_loss=self.e.z_loss)[0]
+        return cross_entropy(logits, of_m["targets"], of_m["mask"], z_loss=self.e.z_loss)
 
     def chunk(self, k: jax.Array) -> Tree:
         """The parameters of this stage's chunk k."""
@@ -194,15 +187,14 @@ class _Run:
 
     # ---------------------------------------------------------------- what all stages do together
 
-    def head(self, outputs: list[jax.Array], row: Tree) -> tuple[jax.Array, Tree, jax.Array]:
-        """The microbatch that leaves the pipeline: its loss, and the gradients of head and activations, or zeros."""
+    def head(self, outputs: list[jax.Array], row: Tree) -> tuple[Sums, Tree, jax.Array]:
+        """The microbatch that leaves the pipeline: its sums, and the gradients of head and activations, or zeros."""
         m, slot = row["backward"][-1, 0], row["output_read"]
         last = self.stage_index == self.table.stages - 1
         x = psum(jnp.where(last & (slot >= 0), slots.read(outputs, slot)[0], 0), PIPE)
-        loss, (rest, gx) = self.when(
-            slot >= 0, lambda: jax.value_and_grad(self.head_loss, argnums=(0, 1))(self.rest, x, m)
-        )
-        return jax.tree.map(lambda value: jnp.where(slot >= 0, value, 0), (loss, rest, gx))
+        loss_and_grads = jax.value_and_grad(self.head_loss, argnums=(0, 1), has_aux=True)
+        (_, sums), (rest, gx) = self.when(slot >= 0, lambda: loss_and_grads(self.rest, x, m))
+        return jax.tree.map(lambda value: jnp.where(slot >= 0, value, 0), (sums, rest, gx))
 
     def embedding_grads(self, gx: jax.Array, row: Tree) -> Tree:
         """Gradients of the embedding from that of the first stage's input, or zeros."""
@@ -223,8 +215,8 @@ class _Run:
             new["act"] = shift(y, PIPE, 1)
         if phase.backward:
             if head:
-                loss, rest, g_out = self.head(new["outputs"], row)
-                new["loss"] += loss
+                sums, rest, g_out = self.head(new["outputs"], row)
+                new["sums"] = _add(new["sums"], sums)
                 new["rest"] = _add(new["rest"], rest)
                 leaves_pipe = (self.stage_index == self.table.stages - 1) & (row["output_read"] >= 0)
                 gy = jnp.where(leaves_pipe, g_out, gy)
@@ -258,8 +250,8 @@ class _Run:
             "output_read": t.output_slot[:, 1],
         }
 
-    def train(self) -> tuple[jax.Array, Tree, Tree]:
-        """Run the table: loss summed over tokens, gradients of the blocks, gradients of the rest."""
+    def train(self) -> tuple[Sums, Tree, Tree]:
+        """Run the table: sums over tokens, gradients of the blocks, gradients of the rest."""
         nothing, rows = jnp.int32(0), self.rows()
         kept = _zeros_of(lambda: self.vjp(nothing, nothing, self.first_x)[1])
         accumulator = lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
@@ -268,7 +260,7 @@ class _Run:
             "gx": self.first_x,
             "ring": slots.buffers(kept, rows["forward_slot"].max() + 1),
             "outputs": slots.buffers([self.first_x], rows["output_written"].max() + 1),
-            "loss": self.no_loss,
+            "sums": self.no_sums,
             "blocks": jax.tree.map(accumulator, self.blocks),
             "rest": jax.tree.map(accumulator, self.rest),
         }
@@ -276,10 +268,10 @@ class _Run:
             head = bool((rows["output_read"][phase.start : phase.stop] >= 0).any())
             ticks = {name: jnp.asarray(table[phase.start : phase.stop]) for name, table in rows.items()}
             c, _ = lax.scan(partial(self.tick, phase=phase, head=head), c, ticks)
-        return c["loss"], c["blocks"], c["rest"]
+        return c["sums"], c["blocks"], c["rest"]
 
-    def evaluate(self) -> jax.Array:
-        """Run the table's forwards: loss summed over tokens."""
+    def evaluate(self) -> Sums:
+        """Run the table's forwards: sums over tokens."""
 
         def tick(c: Tree, row: Tree) -> tuple[Tree, None]:
             m, k = row["forward"][self.stage_index]
@@ -289,13 +281,14 @@ class _Run:
             done = (m >= 0) & (k == self.table.chunks - 1)
             last = self.stage_index == self.table.stages - 1
             out = psum(jnp.where(last & done, y, 0), PIPE)
-            loss = self.when(done, lambda: self.head_loss(self.rest, out, m))
-            new = {"act": shift(y, PIPE, 1), "loss": c["loss"] + jnp.where(done, loss, 0)}
+            sums = self.when(done, lambda: self.head_loss(self.rest, out, m)[1])
+            sums = jax.tree.map(lambda value: jnp.where(done, value, 0), sums)
+            new = {"act": shift(y, PIPE, 1), "sums": _add(c["sums"], sums)}
             return _of_kind(new, c), None
 
         stop = max(phase.stop for phase in self.table.phases if phase.forward)
         rows = {"forward": jnp.asarray(self.table.forward[:stop])}
-        return lax.scan(tick, {"act": self.first_x, "loss": self.no_loss}, rows)[0]["loss"]
+        return lax.scan(tick, {"act": self.first_x, "sums": self.no_sums}, rows)[0]["sums"]
 
 
 def _zeros_of(work: Callable[[], Tree]) -> Tree:

@@ -39,8 +39,8 @@ def main() -> None:
     for _ in range(2):
         state = jax.device_put(first, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state))
         jax.block_until_ready(state)
-        loss, tokens = program.eval_step(state.params, batch)
-        evaluated = float(loss) / float(tokens)
+        sums = program.eval_step(state.params, batch)
+        evaluated = float(sums["loss"]) / float(sums["tokens"])
         new, metrics = program.train_step(state, batch)
         changed = jax.tree.map(lambda a, b: float(np.linalg.norm(a - b)), jax.device_get(new.params), first.params)
         calls.append([float(metrics["loss"]), float(metrics["grad_norm"]), evaluated, *jax.tree.leaves(changed)])

@@ -128,7 +128,7 @@ def test_memory_is_what_the_arrays_take(layout, kv_heads):
     step = inspect.compile_step(settings)
     state = step.program.init()
     batch = jax.device_put(verify.random_batch(settings), step.program.batch_sharding)
-    _, grads, _ = step.program.loss_and_grads(state.params, batch, state.step)
+    _, grads = step.program.loss_and_grads(state.params, batch, state.step)
     memory = step.report.memory
     assert memory.parameters_bytes == on_one_device(state.params)
     assert memory.optimizer_bytes == on_one_device(state.opt_state)

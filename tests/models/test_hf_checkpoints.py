@@ -48,8 +48,8 @@ def on_one_device(hf: Fixture) -> Ran:
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = forward(nnx.merge(graph, params), batch["tokens"])
-        total, count = cross_entropy(logits, batch["targets"], batch["mask"])
-        return total / count, logits
+        total, sums = cross_entropy(logits, batch["targets"], batch["mask"])
+        return total / sums["tokens"], logits
 
     (value, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(hf.params, hf.batch(3))
     return Ran(np.asarray(logits), float(value), grads)
@@ -75,14 +75,14 @@ def on_a_mesh(hf: Fixture) -> Ran:
     )
     params = jax.device_put(hf.params, shardings(model, mesh))
     batch = jax.device_put(hf.batch(rows), NamedSharding(mesh, P("data")))
-    value, grads, _ = build(config, mesh).loss_and_grads(params, batch, np.int32(0))
+    means, grads = build(config, mesh).loss_and_grads(params, batch, np.int32(0))
     logits = jax.shard_map(
         lambda params, tokens: forward(nnx.merge(graph, params), tokens),
         mesh=mesh,
         in_specs=(specs(model, mesh), P("data")),
         out_specs=P("data", None, VOCAB_AXES[1]),
     )
-    return Ran(np.asarray(jax.jit(logits)(params, batch["tokens"]))[:3], float(value), jax.device_get(grads))
+    return Ran(np.asarray(jax.jit(logits)(params, batch["tokens"]))[:3], float(means["loss"]), jax.device_get(grads))
 
 
 @pytest.fixture(scope="module", params=[on_one_device, on_a_mesh], ids=lambda run: run.__name__)

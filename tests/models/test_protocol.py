@@ -112,7 +112,7 @@ def config(data: int, tensor: int, parallel: dict[str, Any] | None = None, **mod
 def test_a_model_that_is_not_ours_computes_the_same_on_every_layout(make_model: Any, sizes: tuple[int, int]):
     """Loss, every gradient and every updated parameter."""
     settings = config(*sizes, parallel={"remat": "full"})
-    report = verify.compare(settings, make_mesh(sizes[0], 1, sizes[1]), make_model)
+    report = verify.compare(settings, make_mesh(sizes[0], 1, sizes[1]), make_model, steps=2)
     assert report.tolerance == 1e-9  # float64; about 1e-15 is seen
     assert report.ok, report.comparisons[:5]
     names = {c.name for c in report.comparisons if c.kind == "gradient"}

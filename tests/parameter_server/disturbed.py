@@ -173,7 +173,7 @@ class PlainWorker:
             server.push.remote(update, share, tokens, {name: grad(np.asarray(rows)) for name, rows in sent.items()})
             for server, (_, sent) in zip(servers, pulled, strict=True)
         ]
-        return Gradient(update, 1.0, tokens, min(version for version, _ in pulled), pushed, 0, 0, 0, 0.0)
+        return Gradient(update, {"loss": 1.0}, tokens, min(version for version, _ in pulled), pushed, 0, 0, 0, 0.0)
 
 
 PARAMS = {
