@@ -201,12 +201,17 @@ def evaluate(program: Program, params: Any, validation: EvaluationExamples) -> d
 
     Returns:
         `validation_loss`, and `evaluation_seconds`.
+
+    Raises:
+        InputError: when no token of them counts, of which there is no mean.
     """
     jax.block_until_ready(params)  # the step that makes them is not part of the evaluation's time
     start = time.monotonic()
     with Batches(validation, program.batch_sharding, 0, len(validation)) as batches:
         sums = [program.eval_step(params, batch) for batch in batches]
-    loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+    loss, tokens = (sum(float(x[name]) for x in sums) for name in ("loss", "tokens"))
+    if not tokens:
+        raise InputError(f"data.validation: no token counts in its {len(sums)} batches, all are masked.")
     return {"validation_loss": loss / tokens, "evaluation_seconds": time.monotonic() - start}
 
 
