@@ -82,12 +82,13 @@ def make_loss_and_grads(
             )
 
         before = microbatches - layer_by_layer
-        total = jax.tree.map(lambda p: jnp.zeros_like(widened(p)), ready)
-        total, sums_M = lax.scan(accumulate, total, jax.tree.map(lambda x: x[:before], pieces))
-        sums = jax.tree.map(lambda x_M: x_M.sum(0), sums_M)
+        total, sums = jax.tree.map(lambda p: jnp.zeros_like(widened(p)), ready), None
+        if before:
+            total, sums_M = lax.scan(accumulate, total, jax.tree.map(lambda x: x[:before], pieces))
+            sums = jax.tree.map(lambda x_M: x_M.sum(0), sums_M)
         if layer_by_layer:
             added, grads = last(total if before else None)
-            sums = psum(jax.tree.map(jnp.add, sums, added), DATA)
+            sums = psum(jax.tree.map(jnp.add, sums, added) if before else added, DATA)
         else:
             sums, grads = replicas.land(sums, total)
         return means(sums), jax.tree.map(lambda g: g / jnp.maximum(sums["tokens"], 1), grads)
