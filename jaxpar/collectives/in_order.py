@@ -101,7 +101,11 @@ class _Ordered:
         i = min(sizes, key=lambda i: sizes[i])
         args[i] = Value(self.dependent(args[i].value, self.since & ~_union(args)))
         outs = _bind(with_programs(eqn, _needs_order, _run), args)
-        made = [i for i, descends in enumerate(_descend_from_communication(eqn)) if descends] or range(len(outs))
+        some = [i for i, out in enumerate(outs) if out.size]
+        descends = _descend_from_communication(eqn)
+        made = [i for i in some if descends[i]] or some
+        if not made:  # a loop of no rounds
+            return [Value(out) for out in outs]
         after = self.since | self.communicated(min((outs[i] for i in made), key=lambda x: x.size))
         self.loop = self.since = 1 << len(self.results) - 1
         return [Value(out, after if i in made else 0) for i, out in enumerate(outs)]

@@ -82,6 +82,18 @@ def test_a_value_that_a_loop_only_passes_on_orders_nothing():
     assert not unordered(ordered.lower(*args).compile().as_text())
 
 
+def test_a_loop_of_no_rounds():
+    def f(x_8, y_8):
+        gather = lambda x: lax.all_gather(x, "data", tiled=True).sum()
+        one, none = lax.scan(lambda c, _: (c + gather(c), c), x_8, None, length=0)
+        two, _ = lax.scan(lambda c, _: (c + gather(y_8), None), x_8, None, length=2)
+        return psum((one.sum(), none.sum() + y_8.sum(), two.sum()), "data")
+
+    plain, ordered = both(f)
+    args = jnp.arange(64.0), jnp.ones(64)
+    np.testing.assert_array_equal(ordered(*args), plain(*args))
+
+
 def test_programs_without_such_loops_and_for_other_devices_are_left_alone():
     traced = jax.make_jaxpr(both(lambda x, y: (psum(x.sum(), "data"),) * 3)[1])(jnp.arange(8.0), jnp.arange(8.0))
     assert "dynamic_update_slice" not in str(traced)
