@@ -283,7 +283,7 @@ class TrainConfig(Section):
     compute_dtype: Dtype = "bfloat16"
     """Type of the arithmetic within layers: float32, bfloat16 or float64."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-partition in the loss, at least 0."""
+    """Weight of the squared log-partition in what is minimised, at least 0; the metric `z_loss`, no part of `loss`."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations on data.validation, at least 1; default: none."""
     eval_batches: int = Field(default=8, ge=1)
