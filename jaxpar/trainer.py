@@ -4,6 +4,7 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl`, `checkpoints/`, an
 The loop never waits for the step it has just started: it reads the metrics of the step before.
 """
 
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ def train(
         The metrics of the last step.
 
     Raises:
-        InputError: what a user can put right: data, run folder, full disk.
+        InputError: what a user can put right: data, run folder, full disk. When a batch holds what is not in the
+            vocabulary, the state after the step before it is saved.
         CheckFailed: after `train.max_bad_steps` steps in a row whose loss or gradient was not finite; or when copies of
             the state that should be equal were not, and were not to be or could not be repaired.
     """
@@ -70,7 +72,11 @@ def train(
         report = list(start_report(config, program, data, drift, resumed))
         for line in report:
             say(console, line)
-        state = program.init() if resumed is None else program.from_saved(checkpoints.restore(program.saved_state)[0])
+        if resumed is None:
+            state = program.init()
+        else:
+            saved: TrainState = checkpoints.restore(program.saved_state)[0]
+            state = program.from_saved(saved.tried_anew(config.train.max_bad_steps))
         if main:
             run_folder.write_config(config, run_dir)
             run_folder.add_start_report(report, run_dir)
@@ -118,6 +124,8 @@ class Run:
         )
         self.task = bar.add_task("compiling", completed=first, total=config.train.steps, loss="")
         self.last: dict[str, Any] = {}
+        self.first = first
+        self.refused: InputError | None = None
 
     def steps(self, state: TrainState, batches: Batches, first: int, signals: list[int]) -> dict[str, Any]:
         """Run the steps after `first`; returns the last metrics.
@@ -125,43 +133,60 @@ class Run:
         Raises:
             Stopped: with 128 + the signal's number, after the step during which a signal came, which is saved.
             CheckFailed: after too many steps in a row that were not applied, or when copies drifted.
+            InputError: a batch cannot be had; the step before it is saved.
         """
         train = self.config.train
         pending: tuple[int, dict[str, jax.Array]] | None = None
-        for step, batch in enumerate(batches, first + 1):
-            state, metrics = self.program.train_step(state, batch)
-            bad = self._report(*pending) if pending else 0
+        for step in range(first + 1, train.steps + 1):
+            state, metrics = self.program.train_step(state, self._next(batches))
+            if pending:
+                self._report(*pending, state)
             pending = step, metrics
             stop = _stop_signal(signals, step)
             evaluating = self.data.validation if self._due(step, train.eval_every) else None
             saving = stop or self._due(step, self.config.checkpoint.every)
             if train.drift_check_every and (saving or step % train.drift_check_every == 0):
                 state = self._without_drift(step, state, metrics)  # no checkpoint is of an unchecked state
-            if evaluating or saving or bad >= train.max_bad_steps:
+            if evaluating or saving:
                 # These wait for the step anyway, and no checkpoint may be ahead of metrics.jsonl.
                 validation = evaluate(self.program, state.params, evaluating) if evaluating else {}
                 self.clock.leave_out(validation.get("evaluation_seconds", 0))
-                bad = max(bad, self._report(step, metrics, validation))
+                self._report(step, metrics, state, validation)
                 pending = None
-            if saving or bad >= train.max_bad_steps:
+            if saving:
                 self._save(step, state)
-            if bad >= train.max_bad_steps:
-                saved = f"{self.checkpoints.folder}/{step}"
-                raise CheckFailed(too_many_bad_steps(bad, train.max_bad_steps, saved))
             if stop:
                 self.checkpoints.wait()
                 say(self.bar.console, stopped(stop, step))
                 raise Stopped(128 + stop)
         return self.last
 
-    def _report(self, step: int, metrics: dict[str, jax.Array], validation: Mapping[str, float] = NOTHING) -> int:
-        """Read the metrics of a step, which waits for it, and pass them on.
+    def _next(self, batches: Batches) -> dict[str, jax.Array]:
+        """The next batch; when this process cannot have it, one by which the step tells all that it was refused."""
+        if self.refused is None:
+            try:
+                return next(batches)
+            except InputError as error:
+                self.refused = error
+        return batches.refusal()
 
-        Returns:
-            How many steps in a row, this one the last of them, were not applied.
+    def _report(
+        self, step: int, metrics: dict[str, jax.Array], state: TrainState, validation: Mapping[str, float] = NOTHING
+    ) -> None:
+        """Read the metrics of a step, which waits for it, pass them on, and end the run if that is what they say.
+
+        The state is that after the step: one more that was begun in the meantime changes nothing where the run ends
+        (see `jaxpar.step.make_train_step`).
+
+        Raises:
+            CheckFailed: it is one too many in a row that was not applied; the state is saved.
+            InputError: its batch was refused; the state, of the step before, is saved.
         """
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         train = self.config.train
+        if math.isnan(values["tokens"]):
+            why = self.refused or "it holds what another process of this run refuses, whose error says more."
+            raise InputError(f"the batch of step {step} was refused: {why} {self._saved(step - 1, state)}")
         rates = self.clock.read(step, step * train.global_batch * self.config.data.sequence_length, time.monotonic())
         memory = {"peak_memory_bytes": peak_memory_bytes()}
         self.last = {"step": step, **values, **NO_RATES, **rates, **memory, **validation}
@@ -169,17 +194,33 @@ class Run:
         if step % self.config.log.every == 0 or step == train.steps or bad or validation:
             self.writer.write(step, {name: value for name, value in self.last.items() if name != "step"})
         show_step(self.bar, self.task, step, train.steps, self.last)
-        return bad
+        if bad >= train.max_bad_steps:
+            self._saved(step, state)
+            raise CheckFailed(too_many_bad_steps(bad, train.max_bad_steps, f"{self.checkpoints.folder}/{step}"))
 
-    def _without_drift(self, step: int, state: TrainState, metrics: dict[str, jax.Array]) -> TrainState:
-        """The state, with all its copies equal: a check, which waits for the step, and what the config wants done."""
+    def _saved(self, step: int, state: TrainState) -> str:
+        """Save the state after a step, with which the run ends, and say so."""
+        if step == self.first:  # it was saved before, or is that of a run not begun
+            return "Nothing was trained."
+        if self.drift:
+            state = self._without_drift(step, state)
+        self._save(step, state)
+        self.checkpoints.wait()
+        return f"The state after step {step} is saved; the same command goes on from there."
+
+    def _without_drift(self, step: int, state: TrainState, metrics: dict[str, jax.Array] | None = None) -> TrainState:
+        """The state, with all its copies equal: a check, which waits for the step, and what the config wants done.
+
+        `metrics` are those of the step, if they are still to be reported.
+        """
         assert self.drift
         drifts = self.drift.check(state, step)
         if not drifts:
             return state
         said = message(drifts, self.drift.mesh)
         if self.config.train.drift_action == "stop" or any(drift.good is None for drift in drifts):
-            self._report(step, metrics)
+            if metrics:
+                self._report(step, metrics, state)
             self.checkpoints.wait()
             latest = self.checkpoints.latest_step()
             saved = "there is no checkpoint yet" if latest is None else f"the newest checkpoint is of step {latest}"

@@ -2,9 +2,11 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_drift import flip_during
 from tiny_run import metrics, quick_compiles_env, write_tiny
 
 import jaxpar.cli
 import jaxpar.step
 from jaxpar import trainer
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import Config, load_config
+from jaxpar.config import CheckFailed, Config, load_config
 from jaxpar.data.sources import open_data
+from jaxpar.data.token_file import HEADER_BYTES
+from jaxpar.data.tokenize import tokenize_files
 from jaxpar.mesh import start
 from jaxpar.models import Transformer
 
@@ -210,6 +215,11 @@ def make_poisoned(config: Config) -> jaxpar.step.MakeModel:
     return lambda rngs: Poisoned(config.model, param_dtype=config.train.param_dtype, rngs=rngs)
 
 
+def in_process_poisoned(config_file: Path, *overrides: str) -> dict[str, Any]:
+    config, mesh = start(load_config(config_file, overrides))
+    return trainer.train(config, mesh, make_model=make_poisoned(config))
+
+
 def poison(config_file: Path, steps: dict[int, int]) -> None:
     """Put a token into one sequence of each of these steps, found by reading the data as the run will."""
     text = config_file.parent / "text.txt"
@@ -252,13 +262,18 @@ def test_steps_that_are_not_finite_are_passed_over(capsys, tmp_path: Path, quick
     assert len(set(rates)) == 5 and rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.parametrize("every", [3, 7])
 def test_too_many_bad_steps_in_a_row_stop_the_run(
-    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None, every: int
 ):
-    """Through the command line: exit 1, and a checkpoint with the state after the last good step."""
+    """Through the command line: exit 1, and a checkpoint with the state after the last good step.
+
+    Four bad steps are promised. Step 8, which is good, has begun when the metrics of step 7, the fourth, are read; but
+    where step 7 is saved it has not.
+    """
     config_file = write_tiny(tmp_path)
-    poison(config_file, {1: POISON, **dict.fromkeys(range(4, 11), POISON)})
-    settings = [*NO_EVALUATION, "train.steps=10", "train.max_bad_steps=4", "checkpoint.every=3"]
+    poison(config_file, {1: POISON, **dict.fromkeys(range(4, 8), POISON)})
+    settings = [*NO_EVALUATION, "train.steps=10", "train.max_bad_steps=4", f"checkpoint.every={every}"]
     monkeypatch.setattr(jaxpar.step, "model_maker", lambda config, platform: make_poisoned(config))
     monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *settings])
     with pytest.raises(SystemExit) as stop:
@@ -266,23 +281,114 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
     assert stop.value.code == 1
     error = capsys.readouterr().err
     run_dir = tmp_path / "run"
-    # Step 8 had begun when the metrics of step 7, the fourth in a row, were read.
-    assert [line["skipped_in_a_row"] for line in metrics(run_dir)] == [1, 0, 0, 1, 2, 3, 4, 5]
+    assert [line["skipped_in_a_row"] for line in metrics(run_dir)] == [1, 0, 0, 1, 2, 3, 4]
     for said in (
-        "stopped: 5 steps in a row had a loss or gradient that was not finite (train.max_bad_steps = 4)",
-        f"the last good state is in {run_dir}/checkpoints/8.",
+        "stopped: 4 steps in a row had a loss or gradient that was not finite (train.max_bad_steps = 4)",
+        f"the last good state is in {run_dir}/checkpoints/7.",
         "Lower optimizer.learning_rate, set optimizer.clip_norm, or look at the data",
     ):
         assert said in error
-    good, saved = (saved_state(config_file, *settings, step=step) for step in (3, 8))
-    assert (saved.step, saved.skipped, saved.skipped_in_a_row) == (8, 6, 5)
-    assert same_bits((good.params, good.opt_state), (saved.params, saved.opt_state))
+    with Checkpoints(run_dir / "checkpoints", keep=9) as checkpoints:
+        assert checkpoints.steps() == list(dict.fromkeys([*range(every, 8, every), 7]))
+    saved = saved_state(config_file, *settings)
+    assert (saved.step, saved.skipped, saved.skipped_in_a_row) == (7, 5, 4)
+    if every == 3:
+        good = saved_state(config_file, *settings, step=3)
+        assert same_bits((good.params, good.opt_state), (saved.params, saved.opt_state))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved.params))
-    # With good data the run goes on from there.
+    # The same command has its four tries again.
+    poison(config_file, dict.fromkeys(range(8, 11), POISON))
     monkeypatch.undo()
-    write_tiny(tmp_path)
-    assert in_process(config_file, *settings)["skipped_in_a_row"] == 0
-    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 11))
+    assert in_process_poisoned(config_file, *settings)["step"] == 10
+    assert [line["skipped_in_a_row"] for line in metrics(run_dir)][7:] == [1, 2, 3]
+
+
+def test_the_state_that_bad_steps_leave_is_not_saved_unchecked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None
+):
+    config_file = write_tiny(tmp_path)
+    poison(config_file, dict.fromkeys(range(4, 8), POISON))
+    flip_during(monkeypatch, after_step=6, device=2)
+    settings = [*NO_EVALUATION, "train.steps=10", "train.max_bad_steps=4", "checkpoint.every=null"]
+    with pytest.raises(CheckFailed, match=r"(?s)after step 7 copies .* there is no checkpoint yet\."):
+        in_process_poisoned(config_file, *settings, "train.drift_check_every=100")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 8))
+
+
+@contextmanager
+def damaged(config: Config, file: Path, step: int) -> Iterator[int]:
+    """Put an id into a token file behind its header's back, where this step alone reads it; gives the token's index."""
+    window = open_data(config, file.parent).train.rows(step - 1, [5])["tokens"][0]
+    tokens = np.memmap(file, "<u2", "r+", HEADER_BYTES)
+    length = window.size
+    (start_token,) = (at for at in range(0, 8000, length) if np.array_equal(tokens[at : at + length], window))
+    at = start_token + 3
+    was, tokens[at] = int(tokens[at]), 65535
+    tokens.flush()
+    yield at
+    tokens[at] = was
+    tokens.flush()
+
+
+@pytest.mark.parametrize("step", [1, 5, 6])
+def test_a_batch_with_an_id_that_is_not_in_the_vocabulary_is_refused(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_compiles: None, step: int
+):
+    """Through the command line: exit 2, the state before it saved; mended, the run goes on as if nothing had been.
+
+    Step 7 has begun when the refusal of step 6 would be read, were it not that step 6 is to be saved.
+    """
+    config_file, file, run_dir = write_tiny(tmp_path), tmp_path / "text.tokens", tmp_path / "run"
+    tokenize_files([f"{tmp_path}/text.txt"], file)
+    settings = [f"data.train=[{file}]"]
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "train", str(config_file), *settings])
+    with damaged(load_config(config_file, settings), file, step) as at, pytest.raises(SystemExit) as stop:
+        jaxpar.cli.main()
+    assert stop.value.code == 2
+    kept = f"The state after step {step - 1} is saved" if step > 1 else "Nothing was trained."
+    error = capsys.readouterr().err
+    for said in (
+        f"error: the batch of step {step} was refused: {file} holds the id 65535 at token {at} (the first is 0), but ",
+        "model.vocab_size=257 allows only ids from 0 to 256",
+        kept,
+    ):
+        assert said in error
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, step))
+    if step > 1:
+        assert saved_state(config_file, *settings).step == step - 1
+    in_process(config_file, *settings)
+    undisturbed = [*settings, f"train.run_dir={tmp_path}/undisturbed"]
+    in_process(config_file, *undisturbed)
+    assert trained(run_dir) == trained(tmp_path / "undisturbed")
+    assert same_bits(saved_state(config_file, *settings), saved_state(config_file, *undisturbed))
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_what_one_of_them_does(tmp_path: Path, compile_cache: Path):
+    """The second of two has the row in question; the first waits for it in the step, and must not hang nor go on."""
+    config_file, file, run_dir = write_tiny(tmp_path), tmp_path / "text.tokens", tmp_path / "run"
+    tokenize_files([f"{tmp_path}/text.txt"], file)
+    settings = [*NO_EVALUATION, f"data.train=[{file}]"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    joined = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    environment = {**os.environ, **quick_compiles_env(compile_cache), **joined}
+    command = [Path(sys.executable).with_name("jaxpar"), "train", config_file, *settings]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with damaged(load_config(config_file, settings), file, step=5) as at:
+        processes = [
+            subprocess.Popen(command, env={**environment, "JAX_PROCESS_ID": str(process)}, **pipes)
+            for process in range(2)
+        ]
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    whys = ("it holds what another process of this run refuses", f"{file} holds the id 65535 at token {at} ")
+    for error, why in zip(errors, whys, strict=True):
+        assert f"the batch of step 5 was refused: {why}" in error and "The state after step 4 is saved" in error
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3, 4]
+    in_process(config_file, *settings)
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 9))
 
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

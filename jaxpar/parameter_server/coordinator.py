@@ -21,7 +21,7 @@ from jaxpar.parameter_server.server import updates_per_step
 from jaxpar.parameter_server.servers import Servers
 from jaxpar.parameter_server.shares import Shares
 from jaxpar.parameter_server.together import cancel, together
-from jaxpar.parameter_server.update import RolledBack, Update
+from jaxpar.parameter_server.update import RolledBack, Update, means
 from jaxpar.parameter_server.worker import Gradient, Ready, ServerLost
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Coordinator:
         self.servers = Servers(actors, settings.servers, seconds)
         self.version = first_step * self.per_step
         all_skipped, in_a_row = (count * self.per_step for count in skipped)
-        self._before = Update(first_step - 1, (), 0.0, 0.0, 0.0, 0, all_skipped, in_a_row, ())
+        self._before = Update(first_step - 1, (), 0.0, 0.0, 0, all_skipped, in_a_row, ())
         self._made: dict[int, Update] = {}
         self.reported = first_step
         self.staleness: Counter[int] = Counter()
@@ -73,6 +73,11 @@ class Coordinator:
     def latest(self) -> Update:
         """The update that made the servers' version; before the first one it says what was skipped before."""
         return self._made.get(self.version, self._before)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the servers' version is the state after the step reported last."""
+        return self.version == self.reported * self.per_step
 
     async def start(self, states: Sequence[tuple[Any, Any]]) -> list[Ready]:
         """Start servers with their states, then workers; returns what the workers say of themselves."""
@@ -220,8 +225,7 @@ class Coordinator:
         self, number: int, step: int, parts: tuple[int, ...], gradients: list[Gradient], norm: float, staleness: int
     ) -> None:
         tokens = sum(g.tokens for g in gradients)
-        loss = sum(g.loss * g.tokens for g in gradients) / max(tokens, 1)
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = math.isfinite(means(gradients)["loss"]) and math.isfinite(norm)
         last = self.latest
         base_version = self.version - staleness
         self.version += 1
@@ -232,7 +236,6 @@ class Coordinator:
         self._made[self.version] = Update(
             step=step,
             parts=parts,
-            loss=loss,
             tokens=tokens,
             grad_norm=norm,
             staleness=staleness,

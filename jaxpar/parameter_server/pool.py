@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.config import CheckFailed
+from jaxpar.config import CheckFailed, InputError
 from jaxpar.parameter_server.actors import Actors
 from jaxpar.parameter_server.together import cancel, together
 from jaxpar.parameter_server.worker import Ready
@@ -28,6 +28,12 @@ Report = Callable[..., None]
 def how_lost(error: BaseException, within: str) -> str:
     """What became of a process whose call failed so; `within` says in words which time it had to answer."""
     return f"did not answer within {within}" if isinstance(error, TimeoutError) else "died"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a worker found wrong with the input, without what Ray puts around it, whose text is a traceback."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, InputError) else error
 
 
 @dataclass(eq=False)
@@ -125,7 +131,7 @@ class Pool:
             except BaseException as error:
                 self._actors.kill(actor)
                 if not self._gone(error):
-                    raise
+                    raise _cause(error) from None
                 end = how_lost(error, f"{START_SECONDS:g} s")
                 self._report("worker_failed", f"worker {index} {end} while it started", index=index)
                 continue
@@ -152,7 +158,7 @@ class Pool:
                 if self._gone(error):
                     await self._lost(member, task, error)
                 else:
-                    task.fail(error)
+                    task.fail(_cause(error))
                 continue
             if not task.done.done():
                 task.done.set_result(result)

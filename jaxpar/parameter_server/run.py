@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jaxpar import run_folder
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckFailed, Config, Stopped
+from jaxpar.config import CheckFailed, Config, InputError, Stopped
 from jaxpar.console import asked_to_stop, progress, say, stopped, too_many_bad_steps
 from jaxpar.data.sources import Data, open_data
 from jaxpar.mesh import stay_on_cpu, use_config_dtypes
@@ -65,8 +65,10 @@ def train(
         The metrics of the last step.
 
     Raises:
-        InputError: what a user can put right: data, run folder, Ray.
-        CheckFailed: steps were not finite, or processes died faster than they could be replaced.
+        InputError: what a user can put right: data, run folder, Ray. When a batch holds what is not in the vocabulary,
+            the state after the step before it is saved, in async mode only if nothing of a later step was made.
+        CheckFailed: `train.max_bad_steps` steps in a row were not finite (in async mode those that were begun by then
+            are done, too), or processes died faster than they could be replaced.
     """
     run_dir = Path(config.train.run_dir)
     run_folder.prepare(config, run_dir, accept_changes)
@@ -98,7 +100,10 @@ def train_with(config: Config, whole: Whole, data: Data, make_actors: MakeActors
         report = report_lines(config, whole, data, resumed)
         for line in report:
             say(console, line)
-        state = whole.program.init() if resumed is None else checkpoints.restore(whole.program.saved_state)[0]
+        if resumed is None:
+            state = whole.program.init()
+        else:
+            state = checkpoints.restore(whole.program.saved_state)[0].tried_anew(config.train.max_bad_steps)
         run_folder.write_config(config, run_dir)
         run_folder.add_start_report(report, run_dir)
         bar = stack.enter_context(progress(console))
@@ -134,6 +139,7 @@ class Run:
         self.config, self.whole, self.data, self.checkpoints, self.bar = config, whole, data, checkpoints, bar
         self.folder, self.done = folder, first
         self.log = StepLog(config, bar, first, whole.program.facts.flops_per_token)
+        self.refused: InputError | None = None
         self.events = (folder / "events.jsonl").open("a", encoding="utf-8")
 
     def __enter__(self) -> "Run":
@@ -199,13 +205,14 @@ class Run:
     async def _loop(self, signals: Sequence[int]) -> None:
         train = self.config.train
         ended = lambda: bool(signals) or self.log.bad >= train.max_bad_steps
-        settled = self.done  # what is due after this step is done, too
+        first = settled = self.done  # what is due after this step is done, too
         while settled < train.steps:
             try:
                 if self.done == settled:
-                    self.done = await self.coordinator.steps(self.done, self._next_pause(), ended)
-                stopping = ended()
-                await self._settle(stopping)
+                    await self._steps(ended)
+                stopping = ended() or self.refused is not None
+                if self.refused is None or (self.done > first and self.coordinator.between_steps):
+                    await self._settle(stopping)
             except RolledBack as back:
                 if self.done == settled or back.step < self.done:
                     settled = self.done = back.step
@@ -214,6 +221,13 @@ class Run:
             settled = self.done
             if stopping:
                 self._stop(signals)
+
+    async def _steps(self, ended: Callable[[], bool]) -> None:
+        """Make the steps up to the next pause, or up to a batch that a worker refuses."""
+        try:
+            self.done = await self.coordinator.steps(self.done, self._next_pause(), ended)
+        except InputError as error:
+            self.done, self.refused = self.coordinator.reported, error
 
     def _next_pause(self) -> int:
         """The next step after which something is due."""
@@ -235,6 +249,10 @@ class Run:
         """End the run after a step that is saved."""
         train = self.config.train
         self.checkpoints.wait()
+        if self.refused:
+            latest = self.checkpoints.latest_step()
+            saved = f"The state after step {latest} is saved; the same command goes on from there."
+            raise InputError(f"a batch was refused: {self.refused} {'Nothing was saved.' if latest is None else saved}")
         if self.log.bad >= train.max_bad_steps:
             saved = f"{self.checkpoints.folder}/{self.done}"
             raise CheckFailed(too_many_bad_steps(self.log.bad, train.max_bad_steps, saved))

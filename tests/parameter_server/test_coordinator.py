@@ -13,6 +13,7 @@ from in_process import same
 from whole_runs import tiny
 
 from jaxpar.config import CheckFailed, Config
+from jaxpar.parameter_server.coordinator import Coordinator
 from jaxpar.parameter_server.shares import Shares
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -240,3 +241,13 @@ def test_shares_that_are_begun_are_done_whole_when_asked_to_stop():
         last = max(step for step, _ in done)
         assert set(done) == {*made, *itertools.product(range(2, last + 1), range(3))}
         assert max(begun.values()) <= 2  # nothing is done by more than two
+
+
+def test_between_steps_is_where_no_part_of_a_later_one_is_made(tmp_path: Path):
+    for mode, updates in (("sync", 1), ("async", 2)):
+        coordinator = Coordinator(settings(tmp_path, mode), None, 3, (0, 0), print, print)  # pyright: ignore[reportArgumentType]
+        assert coordinator.between_steps
+        coordinator.version += 1
+        assert not coordinator.between_steps
+        coordinator.reported, coordinator.version = 4, coordinator.version + updates - 1
+        assert coordinator.between_steps

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from disturbed import Call, one_history, parts_of
 from in_process import Actor, InProcess
-from test_trainer import POISON, make_poisoned, poison, trained
+from test_trainer import POISON, damaged, make_poisoned, poison, trained
 from tiny_run import metrics
 from whole_runs import same_bits, saved, tiny, with_servers
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import CheckFailed, Config, InputError
 from jaxpar.data.sources import open_data
+from jaxpar.data.tokenize import tokenize_files
 from jaxpar.parameter_server import cluster, run
 from jaxpar.parameter_server.coordinator import Coordinator
 from jaxpar.parameter_server.server import Server
@@ -275,17 +276,51 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(mode: str, workers: int, capsy
     make_model = make_poisoned(tiny(tmp_path, *settings))
     disturbed = Disturbed(lambda kind, method, times: (kind, method, times) == ("server", "apply", 15), make_model)
 
-    def stopped_after(step: int, in_a_row: int) -> None:
-        with pytest.raises(CheckFailed, match=f"^{in_a_row} steps in a row had a loss or gradient that was not finite"):
+    def stopped_after(step: int, skipped: int) -> None:
+        with pytest.raises(CheckFailed, match=r"^4 steps in a row had a loss or gradient that was not finite"):
             with_servers(tmp_path, *settings, workers=workers, make_actors=disturbed, make_model=make_model)
         state = saved(tiny(tmp_path, *settings))
-        assert (state["step"], state["skipped"], state["skipped_in_a_row"]) == (step, in_a_row, in_a_row)
-        assert [line["skipped_in_a_row"] for line in metrics(tmp_path / "run")] == [*[0] * 4, *range(1, in_a_row + 1)]
+        assert (state["step"], state["skipped"], state["skipped_in_a_row"]) == (step, skipped, 4)
+        counts = [line["skipped_in_a_row"] for line in metrics(tmp_path / "run")]
+        assert counts == [*[0] * 4, *range(1, 5), *range(1, 5)][:step]
 
     stopped_after(8, 4)
     assert disturbed.deaths == Counter(apply=1)
     assert f"\n{'2 workers are' if workers == 2 else '1 worker is'} ready after " in capsys.readouterr().out
-    stopped_after(9, 5)  # the same command goes on counting
+    stopped_after(12, 8)  # the same command has its four tries again
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "async, other part made"])
+@pytest.mark.parametrize("step", [1, 8])
+def test_a_batch_that_a_worker_refuses_ends_the_run_saved(
+    mode: str, step: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Config
+):
+    """In async mode the other part of the step may be made by then: the newest checkpoint stays.
+
+    Mended, the run goes on as if nothing had been.
+    """
+    mode, _, other_made = mode.partition(", ")
+    if other_made:
+        monkeypatch.setattr(Coordinator, "between_steps", False)
+    mode_settings = (f"parameter_server.mode={mode}", "parameter_server.max_staleness=0")
+    tiny(tmp_path)
+    tokenize_files([f"{tmp_path}/text.txt"], file := tmp_path / "text.tokens")
+    settings = (*PAUSES, EVERY_2, f"data.train=[{file}]", *mode_settings)
+    with damaged(tiny(tmp_path, *settings), file, step) as at, pytest.raises(InputError) as refused:
+        with_servers(tmp_path, *settings, make_actors=Disturbed())
+    with Checkpoints(tmp_path / "run" / "checkpoints", keep=9) as checkpoints:
+        latest = checkpoints.latest_step()
+    assert latest == (None if step == 1 else 5 if other_made else 7)
+    saved_or_not = "Nothing was saved." if latest is None else f"The state after step {latest} is saved"
+    for said in (f"a batch was refused: {file} holds the id 65535 at token {at} ", saved_or_not):
+        assert said in str(refused.value)
+    if latest:
+        assert [line["step"] for line in metrics(tmp_path / "run")][:latest] == list(range(1, latest + 1))
+    config = with_servers(tmp_path, *settings, make_actors=Disturbed())
+    if mode == "sync":
+        same_run(config, undisturbed)
+    else:
+        assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("answer", [lambda: False, lambda: 1 / 0, lambda: time.sleep(60)], ids=["no", "error", "none"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.config import CheckFailed
+from jaxpar.config import CheckFailed, InputError
 from jaxpar.parameter_server import pool as pool_module
 from jaxpar.parameter_server.pool import LOSSES, TRIES, Pool
 from jaxpar.parameter_server.worker import Ready
@@ -124,6 +124,25 @@ def test_each_task_is_done_once_by_somebody(lanes: int):
     done = with_pool(actors, lambda pool: tasks(pool, 30), lanes=lanes)
     assert [x for x, _ in done] == list(range(30))
     assert most == {0: lanes, 1: lanes, 2: lanes}
+
+
+def test_what_a_worker_finds_wrong_with_the_input_is_said_in_its_own_words():
+    """Ray puts a worker's error into one of a class of both kinds, whose text is a traceback."""
+
+    class RayTaskError(InputError):
+        def __init__(self, cause: Exception) -> None:
+            super().__init__("Traceback (most recent call last): …")
+            self.cause = cause
+
+    error = InputError("x.tokens holds the id 65535")
+
+    async def fails(*_: Any) -> None:
+        raise RayTaskError(error)
+
+    for actors in (FakeActors(start=fails), FakeActors(during=fails)):
+        with pytest.raises(InputError) as raised:
+            with_pool(actors, lambda pool: tasks(pool, 1))
+        assert raised.value is error
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
