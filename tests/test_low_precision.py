@@ -27,7 +27,6 @@ ONE, MANY = (1, 1, 1), (REPLICAS, 1, 1)
 CASES: dict[str, tuple[tuple[int, int, int], int, dict[str, Any]]] = {
     "microbatches": (ONE, MICROBATCHES, {}),
     "zero 1": (MANY, MICROBATCHES, {"parallel": {"zero": 1}}),
-    "zero 3": (MANY, 1, {"parallel": {"zero": 3}}),
     "zero 3, ring": (MANY, MICROBATCHES, {"parallel": {"zero": 3}, "grad_reduce": {"algorithm": "ring"}}),
     "overlapped": (MANY, MICROBATCHES, {"grad_reduce": {"schedule": "overlapped"}}),
     "overlapped, zero 2": (MANY, 1, {"parallel": {"zero": 2}, "grad_reduce": {"schedule": "overlapped"}}),

@@ -208,7 +208,6 @@ def test_every_mask_of_a_run_is_another():
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 4},
-    "zero 2": {"layout": (4, 1, 1), "zero": 2},
     "zero 3, sequence parallel": {"layout": (2, 1, 2), "zero": 3, "sequence_parallel": True, "microbatches": 2},
     "1f1b, sequence parallel": {"layout": (2, 2, 2), "sequence_parallel": True, "microbatches": 2, "remat": "full"},
     "1f1b in two chunks, zero 3": {"layout": (2, 2, 1), "chunks": 2, "microbatches": 2, "zero": 3},
