@@ -52,7 +52,7 @@ class Gradient:
 
     Attributes:
         update: number of the update that it is for.
-        loss: mean over its unmasked tokens.
+        means: over its unmasked tokens: `loss`, and what else is minimised (`jaxpar.losses.means`).
         tokens: how many these are.
         base_version: of the parameters that were used, the oldest of the servers'.
         pushed: for each server what `push` gave back, or a reference to it that can be awaited.
@@ -63,7 +63,7 @@ class Gradient:
     """
 
     update: int
-    loss: float
+    means: dict[str, float]
     tokens: float
     base_version: int
     pushed: Sequence[Any] = field(repr=False)
@@ -137,19 +137,18 @@ class Worker:
         pulled_bytes = self._pull(servers, era, timeout_seconds, predicted=self._asynchronous)
         start = time.perf_counter()
         first_row, batch = self._rows("train", step, part)
-        loss, grads, tokens = self._loss_and_grads(self._params, batch, np.int32(step), np.int32(first_row))
-        loss, grads, tokens = jax.device_get((loss, self._model_order(grads), tokens))
+        means, grads = self._loss_and_grads(self._params, batch, np.int32(step), np.int32(first_row))
+        means, grads = jax.device_get((means, self._model_order(grads)))
+        tokens = float(means.pop("tokens"))
         compute_seconds = time.perf_counter() - start
         arrays = named(grads)
         parts = [{s.name: without_zeros(arrays[s.name][s.start : s.stop]) for s in slices} for slices in self._slices]
-        pushed = [
-            server.push.remote(update, share, float(tokens), sent) for server, sent in zip(servers, parts, strict=True)
-        ]
+        pushed = [server.push.remote(update, share, tokens, sent) for server, sent in zip(servers, parts, strict=True)]
         pushed_bytes = sum(map(sent_bytes, parts))
         return Gradient(
             update=update,
-            loss=float(loss),
-            tokens=float(tokens),
+            means={name: float(mean) for name, mean in means.items()},
+            tokens=tokens,
             base_version=self._base_version,
             pushed=pushed,
             pulled_bytes=pulled_bytes,
@@ -165,8 +164,8 @@ class Worker:
         self._pull(servers, era, timeout_seconds, predicted=False)
         assert self._eval_step, "there is no validation data"
         _, batch = self._rows("validation", batch_number, part)
-        loss, tokens = self._eval_step(self._params, batch)
-        return float(loss), float(tokens)
+        sums = self._eval_step(self._params, batch)
+        return float(sums["loss"]), float(sums["tokens"])
 
     def _rows(self, which: str, step: int, part: int) -> tuple[int, Any]:
         """The number of the first row of a part of a batch, and the part on the devices."""

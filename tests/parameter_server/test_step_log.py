@@ -34,8 +34,8 @@ def log_of(config: Config, first: int = 0) -> StepLog:
 
 
 def updates(step: int, count: int) -> list[Update]:
-    gradient = Gradient(1, 1.0, STEP_TOKENS / count, 0, (), 0, 0, 0, 0.0)
-    return [Update(step - 1, (part,), 1.0, STEP_TOKENS / count, 1.0, 0, 0, 0, (gradient,)) for part in range(count)]
+    gradient = Gradient(1, {"loss": 1.0}, STEP_TOKENS / count, 0, (), 0, 0, 0, 0.0)
+    return [Update(step - 1, (part,), STEP_TOKENS / count, 1.0, 0, 0, 0, (gradient,)) for part in range(count)]
 
 
 def rates(config: Config) -> list[tuple[float | None, float | None]]:

@@ -111,8 +111,8 @@ def test_shares_put_together_are_the_gradient_of_the_batch(world: World):
     got = {name: np.concatenate([p[name] for p in parts if name in p]) for name in world.params}
 
     params = like(world.whole.abstract_state.params, world.params)
-    _, grads, tokens = world.whole.loss_and_grads(params, world.data.train.rows(step, range(8)), np.int32(step))
-    assert float(tokens) == 128
+    means, grads = world.whole.loss_and_grads(params, world.data.train.rows(step, range(8)), np.int32(step))
+    assert float(means["tokens"]) == 128
     for name, want in named(jax.device_get(grads)).items():
         np.testing.assert_allclose(got[name], want, rtol=0, atol=1e-6 * np.abs(want).max())  # order of float32 sums
     assert squared == pytest.approx(float(optax.tree.norm(grads)) ** 2, rel=1e-6)
@@ -215,9 +215,9 @@ def test_parts_of_an_evaluation_add_up_to_the_whole(world: World):
     parts = [worker.evaluate(servers, 1, 1, part, SECONDS) for part in range(WORKERS)]
     params = like(world.whole.abstract_state.params, world.params)
     assert world.data.validation
-    loss, tokens = world.whole.eval_step(params, world.data.validation.rows(1, range(8)))
-    assert sum(t for _, t in parts) == float(tokens) > 0
-    assert sum(x for x, _ in parts) == pytest.approx(float(loss), rel=1e-6)
+    sums = world.whole.eval_step(params, world.data.validation.rows(1, range(8)))
+    assert sum(t for _, t in parts) == float(sums["tokens"]) > 0
+    assert sum(x for x, _ in parts) == pytest.approx(float(sums["loss"]), rel=1e-6)
 
 
 def test_rows_come_into_the_right_place(world: World):
