@@ -44,7 +44,7 @@ def evaluate(
     operation: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
-    """The results of a program whose operations are done by `operation(eqn, arguments)`.
+    """The results of a program whose operations are done by `operation(eqn, arguments)`; those of no use are left out.
 
     Args:
         jaxpr: the program.
@@ -55,9 +55,22 @@ def evaluate(
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *args], strict=True))
     read = lambda atom: constant(atom.val) if isinstance(atom, Literal) else known[atom]
-    for eqn in jaxpr.eqns:
+    for eqn in live(jaxpr):
         known |= zip(eqn.outvars, operation(eqn, [read(atom) for atom in eqn.invars]), strict=True)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The operations whose results are used, or that do something else than give results (print, for instance)."""
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    used: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        # That a mesh axis is named counts as an effect in JAX, too; communication has no other.
+        effects = {type(effect).__name__ for effect in eqn.effects} - {"NamedAxisEffect"}
+        if effects or not needed.isdisjoint(eqn.outvars):
+            used.append(eqn)
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+    return used[::-1]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -80,6 +81,19 @@ def test_a_value_that_a_loop_only_passes_on_orders_nothing():
     args = jnp.arange(64.0), jnp.ones(64)
     assert unordered(plain.lower(*args).compile().as_text())
     assert not unordered(ordered.lower(*args).compile().as_text())
+
+
+def test_collectives_whose_results_nobody_uses_are_left_out():
+    """Nothing may wait for them: they would be sent for that alone."""
+
+    def f(x_8, y_8):
+        gather = lambda x: lax.all_gather(x, "data", tiled=True).sum()
+        unused = gather(y_8 * 2)
+        one, _ = lax.scan(lambda c, _: (c + gather(c), None), x_8, None, length=3)
+        return psum((one.sum(), gather(y_8) + x_8.sum(), x_8.sum()), "data") + (unused,) * 0
+
+    text = both(f)[1].lower(jnp.arange(64.0), jnp.ones(64)).compile().as_text()
+    assert len(re.findall(r" all-gather\(", text)) == 2
 
 
 def test_a_loop_of_no_rounds():
