@@ -3,8 +3,11 @@
 Our layers sum over tokens in float32 by themselves (`jaxpar.layers.token_sums`). In another model the gradient of what
 is added to every token or looked up by it is a sum in the dtype of the computation, put there by JAX when it
 differentiates; in bfloat16 it loses what is smaller than 1/256 of it. The model cannot do anything about that, but the
-traced program can be changed: its sums of 16-bit floats are made in float32 and rounded once. Programs of our own
-models have none, and are left as they are.
+traced program can be changed: what sums 16-bit floats in one operation does so in float32 and rounds once. Programs of
+our own models have none of these, and are left as they are.
+
+Not changed is what a loop adds up round by round in a 16-bit carry, as JAX does for a parameter that a user's own scan
+over tokens closes over. `jaxpar verify` sees that: such a gradient differs from float32's.
 """
 
 from collections.abc import Callable, Sequence

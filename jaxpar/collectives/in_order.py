@@ -93,12 +93,13 @@ class _Ordered:
         """Must not run beside the last loop. Several operands are as many collectives to XLA."""
         args = [Value(self.dependent(x.value, self.loop & ~x.after), x.after | self.loop) for x in args]
         outs = _bind(eqn, args)
-        return [Value(out, x.after | self.communicated(out)) for out, x in zip(outs, args, strict=True)]
+        after = [x.after for x in args] if len(args) == len(outs) else [_union(args)] * len(outs)
+        return [Value(out, bits | self.communicated(out)) for out, bits in zip(outs, after, strict=True)]
 
     def communicating_loop(self, eqn: JaxprEqn, args: list[Value]) -> list[Value]:
         """Must not run beside anything: its smallest operand waits for all that there is."""
-        sizes = {i: x.value.size for i, x in enumerate(args) if _touchable(x.value)}
-        i = min(sizes, key=lambda i: sizes[i])
+        touchable = [i for i, x in enumerate(args) if _touchable(x.value)]
+        i = min(touchable, key=lambda i: jnp.size(args[i].value))
         args[i] = Value(self.dependent(args[i].value, self.since & ~_union(args)))
         outs = _bind(with_programs(eqn, _needs_order, _run), args)
         some = [i for i, out in enumerate(outs) if out.size]
@@ -112,6 +113,8 @@ class _Ordered:
 
     def communicated(self, result: jax.Array) -> int:
         """The bit of an operation, by whose result others wait for it."""
+        if not result.size:  # nothing is sent
+            return 0
         bit = 1 << len(self.results)
         self.results.append(result)
         self.since |= bit
@@ -119,13 +122,14 @@ class _Ordered:
 
     def dependent(self, x: Any, bits: int) -> Any:
         """The same value, made after the operations that the bits name."""
-        if not bits:
+        if not bits or not _touchable(x):
             return x
         x = jnp.asarray(x)
         zeros = [_zero(result, varying_axes(x)) for i, result in enumerate(self.results) if bits >> i & 1]
         zero = functools.reduce(operator.or_, zeros)
         first = x[(slice(0, 1),) * x.ndim]
-        return lax.dynamic_update_slice(x, jnp.where(zero == 0, first, jnp.zeros_like(first)), (0,) * x.ndim)
+        another = (first == 0).astype(x.dtype)  # so that XLA sees a choice also where it knows the value
+        return lax.dynamic_update_slice(x, jnp.where(zero == 0, first, another), (0,) * x.ndim)
 
 
 def _run(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -154,7 +158,8 @@ def _zero(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def _touchable(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    """Whether one of its elements can be made dependent: it has some, and they are numbers, also one in the program."""
+    return jnp.size(x) > 0 and not jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
 
 
 def _needs_order(jaxpr: Jaxpr) -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.extend.core import Jaxpr, Literal
 
 from jaxpar.config import Config, InputError, ModelConfig
 from jaxpar.layers import VocabParallelEmbedding
@@ -20,6 +21,7 @@ from jaxpar.layers.dropout import example_keys
 from jaxpar.layers.layout import STACK
 from jaxpar.models.lookups import tables
 from jaxpar.models.protocol import cast, layer_maker
+from jaxpar.traced import live
 
 MakeModel = Callable[[nnx.Rngs], Any]
 Path = tuple[Any, ...]
@@ -182,13 +184,27 @@ def _check_calls(model: Any, config: Config) -> None:
     jaxpr, x = jax.make_jaxpr(embed, return_shape=True)(tokens_BT, arrays)
     _check_embedding(x, tables(jaxpr.jaxpr, jaxpr.jaxpr.invars[:1]), config.model)
     for keys in (keys_B, None):  # as in training, and as in evaluation
-        y = jax.eval_shape(block, x, keys, arrays)
+        program, y = jax.make_jaxpr(block, return_shape=True)(x, keys, arrays)
+        _check_block_parameters(program.jaxpr, (x, keys, arrays))
         if _kind(y) != _kind(x):
             raise InputError(
                 f"`block` turns {_kind(x)} into {_kind(y)}; it must keep shape and dtype, since the next block gets "
                 f"what it returns. Parameters come in train.compute_dtype, {compute_dtype}, constants as they are made."
             )
     _check_logits(jax.eval_shape(head, x, arrays), tokens_BT.shape, config.model)
+
+
+def _check_block_parameters(program: Jaxpr, args: tuple[Any, Any, Any]) -> None:
+    """A block is given one layer's parameters: with what else is learned it would be run on shapes."""
+    used = {atom for eqn in live(program) for atom in eqn.invars if not isinstance(atom, Literal)}
+    for (path, _), variable in zip(jax.tree_util.tree_leaves_with_path(args), program.invars, strict=True):
+        place, *names = (getattr(key, "key", getattr(key, "idx", None)) for key in path)
+        if place == 2 and names[0] == 0 and names[1] != STACK and variable in used:
+            raise InputError(
+                f"`block` uses the parameter {_dotted(tuple(names[1:]))}, which is outside `{STACK}`. It is given one "
+                f"layer's parameters and nothing else that is learned: make it a parameter of each layer, or use it in "
+                f"`embed` or `head`."
+            )
 
 
 def _check_embedding(x: Any, rows_of_tables: list[int], sizes: ModelConfig) -> None:

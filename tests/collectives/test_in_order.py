@@ -96,6 +96,19 @@ def test_collectives_whose_results_nobody_uses_are_left_out():
     assert len(re.findall(r" all-gather\(", text)) == 2
 
 
+def test_nothing_is_sent_of_empty_arrays_and_numbers_of_the_program_can_wait():
+    def f(x_8, y_8):
+        empty = psum(x_8[:0], "data")
+        by = lambda c, _: (c * 0.5 + lax.psum(1.0, "data") + lax.pmax(jnp.sum(y_8), "data"), None)
+        one = lax.scan(by, 0.0, None, length=3)[0]
+        again = psum(y_8[:0], "data").sum() + lax.fori_loop(0, 2, lambda i, c: by(c, None)[0], 1.0)
+        return one + empty.sum(), again, psum(x_8.sum(), "data")
+
+    plain, ordered = both(f)
+    args = jnp.arange(64.0), jnp.ones(64)
+    np.testing.assert_array_equal(ordered(*args), plain(*args))
+
+
 def test_a_loop_of_no_rounds():
     def f(x_8, y_8):
         gather = lambda x: lax.all_gather(x, "data", tiled=True).sum()

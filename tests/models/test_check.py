@@ -189,6 +189,13 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         ["into float32[8,6,10]"],
     ),
     "a block that cuts": (model(make_layer=layer(call=lambda _, y: y[:, 1:])), ["into float64[8,5,10]"]),
+    "a block that uses what is outside": (
+        model(
+            sets(shared=lambda r: nnx.Param(jnp.ones(D))),
+            block=lambda model, layer, x, keys_B: layer(x, keys_B) * model.shared[...],
+        ),
+        ["`block` uses the parameter shared", "outside `blocks`"],
+    ),
     "a block with two results": (model(make_layer=layer(call=lambda _, y: (y, y))), ["into a tuple"]),
     "our own of other sizes": (
         lambda rngs: Transformer(config(intermediate_size=16).model, param_dtype=jnp.float64, rngs=rngs),
