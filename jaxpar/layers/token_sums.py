@@ -9,8 +9,9 @@ Letters: V rows of a table, D width, N any dims.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxpar.collectives import varying, varying_axes
+from jaxpar.collectives import varying_axes
 
 
 def add(x_ND: jax.Array, bias_D: jax.Array) -> jax.Array:
@@ -43,4 +44,6 @@ def look_up(table_VD: jax.Array, rows_N: jax.Array) -> jax.Array:
         return sums_VD.astype(dtype), None
 
     take.defvjp(lambda table_VD, rows_N: (table_VD[rows_N], rows_N), backward)
-    return take(varying(table_VD, tuple(varying_axes(rows_N))), rows_N)
+    # The sums vary as the rows do, and so must the table, over axes of size 1 as well. The gradient is summed over them.
+    missing = tuple(sorted(varying_axes(rows_N) - varying_axes(table_VD)))
+    return take(lax.pcast(table_VD, missing, to="varying") if missing else table_VD, rows_N)
