@@ -44,6 +44,6 @@ def look_up(table_VD: jax.Array, rows_N: jax.Array) -> jax.Array:
         return sums_VD.astype(dtype), None
 
     take.defvjp(lambda table_VD, rows_N: (table_VD[rows_N], rows_N), backward)
-    # The sums vary as the rows do, and so must the table, over axes of size 1 as well. The gradient is summed over them.
+    # The sums vary as the rows do, and so must the table, over axes of size 1 as well; its gradient is summed there.
     missing = tuple(sorted(varying_axes(rows_N) - varying_axes(table_VD)))
     return take(lax.pcast(table_VD, missing, to="varying") if missing else table_VD, rows_N)
