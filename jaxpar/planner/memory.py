@@ -151,7 +151,9 @@ def memory(
     activations = b * (slots * height * k.layer + outputs * k.boundary)
     logits = b * k.logits
     # The head's gradients come before the layers' where they take less than what they are made of, the logits'.
-    waiting = logits if state.layer or platform == "cpu" else min(logits, state.head)
+    # Or where a loop that gathers waits for their scatter, on CPU (`jaxpar.collectives.in_order`).
+    unordered = not state.gathered_head if platform == "cpu" else state.layer
+    waiting = logits if unordered else min(logits, state.head)
     moments = (
         2 * logits + state.gathered_head + (made if staged else 0),  # the loss: logits and their gradients
         waiting + b * slots * height * k.reordered + (0 if staged else made),  # between forward and backward
