@@ -124,14 +124,14 @@ def test_verify_exits_with_its_finding(monkeypatch, agrees: bool, code: int):
         seen["dtypes"] = (config.train.param_dtype, config.train.compute_dtype)
         return config, "the mesh"
 
-    def run(config: Config, mesh: str, *, as_json: bool) -> bool:
-        seen["call"] = (mesh, as_json)
+    def run(config: Config, mesh: str, make_model: None, *, steps: int, as_json: bool) -> bool:
+        seen["call"] = (mesh, make_model, steps, as_json)
         return agrees
 
     monkeypatch.setattr(jaxpar.mesh, "start", start)
     monkeypatch.setattr(jaxpar.verify, "run", run)
     assert run_main(monkeypatch, "verify", str(QUICKSTART), "--float64", "--json") == code
-    assert seen == {"dtypes": ("float64", "float64"), "call": ("the mesh", True)}
+    assert seen == {"dtypes": ("float64", "float64"), "call": ("the mesh", None, 3, True)}
 
 
 def test_tokenize_writes_a_file(run_jaxpar, tmp_path: Path):
